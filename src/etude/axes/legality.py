@@ -1,0 +1,283 @@
+"""Which combinations of the axes have the gradient their name promises: the table, as data.
+
+Every term is a `Point`. `judge` walks `RULES` from top to bottom and returns the first that matches:
+
+- *exact*: the expected gradient is that of the named objective;
+- *surrogate*: it is that of a stated stand-in (a clip, a discount between 0 and 1);
+- *refused*: it is zero, or belongs to another objective. The rule says why and what to write instead.
+
+The recipe loader asks before torch is imported, and `core.objective.Objective` asks again, so that a term built by hand
+in a notebook meets the same table.
+
+Let y ~ q (the student), p the teacher, c = log q(y) - log p(y). Which coefficient multiplies grad log q(y) decides
+everything (derivations in docs/pitfalls.md):
+
+    c         -> grad KL(q || p)                 k1 as a detached reward, k2 as a loss
+    1         -> 0                               k1 as a loss
+    1 - p/q   -> grad KL(p || q)                 k3 as a loss: forward KL in disguise
+    KL(state) -> 0                               a state's divergence as the advantage
+
+    >>> judge(Point(support=Support.FULL, divergence=Divergence.JSD)).kind
+    'exact'
+    >>> print(judge(Point(support=Support.SAMPLED, form=Form.K1)).reason)
+    differentiating k1 = log student - log teacher on the student's own tokens has an expected gradient of zero
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from etude.axes.names import LABEL, Divergence, Estimator, Form, Importance, Source, Support
+from etude.errors import LegalityError
+
+Kind = Literal["exact", "surrogate", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the rows of a round are written, as far as a term's gradient depends on it."""
+
+    rows: frozenset[Source] = frozenset({Source.STUDENT})  # who writes
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    steps_per_round: int = 1  # optimiser steps between two refreshes of the sampler
+
+
+class TermLike(Protocol):
+    """What the recipe's term and `core.objective.Term` have in common."""
+
+    @property
+    def teacher(self) -> str: ...
+    @property
+    def support(self) -> Support: ...
+    @property
+    def divergence(self) -> Divergence: ...
+    @property
+    def estimator(self) -> Estimator: ...
+    @property
+    def form(self) -> Form | None: ...
+    @property
+    def importance(self) -> Importance: ...
+    @property
+    def discount(self) -> float: ...
+    @property
+    def sources(self) -> Collection[Source]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One term and the sampler it meets, as far as the expected gradient depends on them."""
+
+    label: bool = False  # the teacher is the one-hot label (the row's own ids)
+    support: Support = Support.FULL
+    divergence: Divergence = Divergence.REVERSE_KL
+    estimator: Estimator = Estimator.ANALYTIC
+    form: Form | None = None  # sampled support only
+    importance: Importance = Importance.NONE  # policy gradient only
+    discount: float = 0.0  # policy gradient only
+    loss_temperature: float = 1.0  # of both softmaxes in the loss
+    sampling: Sampling = Sampling()  # its rows: only those the term meets
+
+    @classmethod
+    def of(cls, term: TermLike, sampling: Sampling, loss_temperature: float) -> Point:
+        """The point of a term (from a recipe or built by hand) under a sampler."""
+        return cls(
+            label=term.teacher == LABEL,
+            support=term.support,
+            divergence=term.divergence,
+            estimator=term.estimator,
+            form=term.form,
+            importance=term.importance,
+            discount=term.discount,
+            loss_temperature=loss_temperature,
+            sampling=replace(sampling, rows=sampling.rows & frozenset(term.sources)),
+        )
+
+    @property
+    def axes(self) -> Mapping[str, str]:
+        """The point in the table's words."""
+        return {
+            "teacher": "label" if self.label else "model",
+            "support": self.support,
+            "divergence": self.divergence,
+            "estimator": self.estimator,
+            "form": self.form or self.default_form or "",
+            "importance": self.importance if self.estimator is Estimator.POLICY_GRADIENT else "",
+            "rows": self._rows,
+            "tokens": self._tokens,
+            "credit": {0.0: "token", 1.0: "sequence"}.get(self.discount, "discounted"),
+        }
+
+    @property
+    def default_form(self) -> Form | None:
+        """The form whose use is right: k2 differentiated, k1 as a detached reward."""
+        if self.support is not Support.SAMPLED:
+            return None
+        return Form.K2 if self.estimator is Estimator.ANALYTIC else Form.K1
+
+    @property
+    def _rows(self) -> str:
+        if self.sampling.rows == {Source.STUDENT}:
+            return "student"
+        return "mixed" if Source.STUDENT in self.sampling.rows else "others"
+
+    @property
+    def _tokens(self) -> str:
+        """Which distribution the student's rows were drawn from, compared with the one the loss is about."""
+        if self.sampling.top_p < 1.0 or self.sampling.top_k > 0:
+            return "truncated"
+        if self.sampling.temperature != self.loss_temperature:
+            return "tempered"
+        return "stale" if self.sampling.steps_per_round > 1 else "own"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table: where it applies (axis: allowed values; an axis left out matches all), and the verdict."""
+
+    name: str
+    when: Mapping[str, tuple[str, ...]]
+    kind: Kind
+    reason: str
+    cure: str = ""
+
+    def matches(self, axes: Mapping[str, str]) -> bool:
+        return all(axes[axis] in values for axis, values in self.when.items())
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "label-divergence",
+        {"teacher": ("label",), "divergence": ("reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")},
+        "refused",
+        "a one-hot label has probability zero everywhere but at one id, where only forward KL is the cross-entropy",
+        'write divergence = "forward_kl"',
+    ),
+    Rule(
+        "label-support",
+        {"teacher": ("label",), "support": ("sampled",)},
+        "refused",
+        "the label is the whole distribution (one id has all the mass), so there is nothing to sample",
+        'write support = "full"',
+    ),
+    Rule(
+        "label-estimator",
+        {"teacher": ("label",), "estimator": ("policy_gradient",)},
+        "refused",
+        "a policy gradient needs the teacher's log-probability of the sampled id, which is minus infinity off the label",
+        'write estimator = "analytic"',
+    ),
+    Rule(
+        "label-own-rows",
+        {"teacher": ("label",), "rows": ("student", "mixed"), "tokens": ("own",)},
+        "refused",
+        "cross-entropy on tokens the student itself has just drawn has an expected gradient of zero",
+        'write sources = ["dataset"] or ["teacher"] for this term',
+    ),
+    Rule("label", {"teacher": ("label",)}, "exact", "forward KL to a one-hot label is the cross-entropy"),
+    Rule(
+        "state-value-advantage",
+        {"support": ("full",), "estimator": ("policy_gradient",)},
+        "refused",
+        "a state's divergence does not depend on the token that was drawn, so as an advantage its expected gradient is zero",
+        'write support = "sampled" (the log-ratio of the drawn token), or estimator = "analytic"',
+    ),
+    Rule("full", {"support": ("full",)}, "exact", "the divergence of the whole vocabulary, differentiated"),
+    Rule(
+        "sampled-divergence",
+        {"support": ("sampled",), "divergence": ("forward_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")},
+        "refused",
+        "one token drawn by the student estimates the reverse KL and no other divergence",
+        'write divergence = "reverse_kl", or support = "full"',
+    ),
+    Rule(
+        "k1-loss",
+        {"estimator": ("analytic",), "form": ("k1",)},
+        "refused",
+        "differentiating k1 = log student - log teacher on the student's own tokens has an expected gradient of zero",
+        'write estimator = "policy_gradient" (k1 as a detached reward), or form = "k2"',
+    ),
+    Rule(
+        "k3-loss",
+        {"estimator": ("analytic",), "form": ("k3",)},
+        "refused",
+        "differentiating k3 gives the gradient of the forward KL, whatever its value says",
+        'write form = "k2", or support = "full" with divergence = "forward_kl" if forward KL is meant',
+    ),
+    Rule(
+        "k2-reward",
+        {"estimator": ("policy_gradient",), "form": ("k2",)},
+        "refused",
+        "k2 = c^2 / 2 as a reward loses the sign of the log-ratio c, and its expected gradient is no divergence's",
+        'write form = "k1"',
+    ),
+    Rule(
+        "k3-reward",
+        {"estimator": ("policy_gradient",), "form": ("k3",)},
+        "refused",
+        "k3 as a reward has the gradient of reverse KL minus forward KL, which vanishes near the teacher",
+        'write form = "k1"',
+    ),
+    Rule(
+        "sampled-rows",
+        {"rows": ("mixed", "others")},
+        "refused",
+        "sampled support is an expectation over tokens the student drew, and this term also meets rows it did not write",
+        'write sources = ["student"] for this term with student_fraction above 0, or support = "full"',
+    ),
+    Rule(
+        "truncated-sampling",
+        {"tokens": ("truncated",)},
+        "refused",
+        "under top-p or top-k some tokens can never be drawn, and no importance weight restores them",
+        "write top_p = 1 and top_k = 0 in [sampler], or support = \"full\"",
+    ),
+    Rule(
+        "uncorrected-tokens",
+        {"tokens": ("tempered", "stale"), "importance": ("none", "")},
+        "refused",
+        "the tokens come from another distribution than today's student at the loss temperature (another sampling "
+        "temperature, or several steps a round) and nothing corrects for it",
+        'write estimator = "policy_gradient" with importance = "ratio", or support = "full"',
+    ),
+    Rule(
+        "ppo-clip",
+        {"importance": ("ppo_clip",)},
+        "surrogate",
+        "the clipped ratio bounds the update; without clipped tokens it equals the unclipped ratio",
+    ),
+    Rule(
+        "discounted",
+        {"estimator": ("policy_gradient",), "credit": ("discounted",)},
+        "surrogate",
+        "a discount between 0 and 1 trades the bias of the token gradient against the variance of the sequence gradient",
+    ),
+    Rule(
+        "token-ratio-of-returns",
+        {"estimator": ("policy_gradient",), "credit": ("sequence",), "tokens": ("tempered", "stale")},
+        "surrogate",
+        "returns reach over later tokens, whose change of distribution the single-token ratio does not see",
+    ),
+    Rule("sampled", {}, "exact", "a detached log-ratio (or k2, whose update is the same) on the student's own tokens"),
+)
+
+
+def judge(point: Point) -> Rule:
+    """The first rule of the table that applies to the point; the last one applies to all that is left."""
+    axes = point.axes
+    return next(rule for rule in RULES if rule.matches(axes))
+
+
+def require_legal(point: Point, where: str) -> Rule:
+    """`judge`, refusing with one sentence; `where` names the term for the reader, such as "terms.0 (reverse_kl)".
+
+    Raises:
+        LegalityError: the combination has no gradient, or another objective's.
+    """
+    rule = judge(point)
+    if rule.kind == "refused":
+        raise LegalityError(f"{where} is refused ({rule.name}): {rule.reason}; {rule.cure}.")
+    return rule

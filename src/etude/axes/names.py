@@ -1,0 +1,94 @@
+"""The words everybody shares: the six axes as enumerations.
+
+An axis changes one symbol of
+
+    grad L = E_{x, y ~ sampler} [ 1/N * sum_t w_t * g_t ]
+
+and nothing else. Pure Python: `core`, `config` and the recipes import it, so that a recipe is checked without torch.
+Values are the spellings of the recipe file.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+LABEL = "label"  # reserved teacher name: the one-hot label, that is, the row's own ids
+
+
+class Source(StrEnum):
+    """Who wrote a row (axis 1, the sampler)."""
+
+    STUDENT = "student"
+    DATASET = "dataset"
+    TEACHER = "teacher"
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended; decided where it was written, never guessed from ids later."""
+
+    STOP = "stop"  # its last token is a stop id
+    LENGTH = "length"  # cut at the limit: no stop id, none is invented
+
+
+class Gives(StrEnum):
+    """What a teacher can hand over about a rollout (axis 2); a term's *needs* are drawn from the same list."""
+
+    SAMPLED_LOGPROBS = "sampled_logprobs"  # log-probability of each completion id
+    HIDDEN_STATES = "hidden_states"  # last hidden states, with the head kept beside: exact full vocabulary
+    NEXT_TOKEN_LOGPROBS = "next_token_logprobs"  # takes part in decoding
+    LABELS = "labels"  # the one-hot teacher: the row's own ids are the mark
+
+
+class Support(StrEnum):
+    """How much of the vocabulary a term looks at (axis 3)."""
+
+    FULL = "full"
+    SAMPLED = "sampled"
+
+
+class Divergence(StrEnum):
+    """What is measured between teacher and student at one state (axis 4)."""
+
+    FORWARD_KL = "forward_kl"  # KL(teacher || student)
+    REVERSE_KL = "reverse_kl"  # KL(student || teacher)
+    JSD = "jsd"  # beta weighs the teacher in the mixture
+    SKEW_FORWARD_KL = "skew_forward_kl"  # KL(teacher || alpha teacher + (1 - alpha) student)
+    SKEW_REVERSE_KL = "skew_reverse_kl"  # KL(student || (1 - alpha) teacher + alpha student)
+
+
+class Estimator(StrEnum):
+    """How the divergence becomes a gradient (axis 5)."""
+
+    ANALYTIC = "analytic"  # states fixed, divergence differentiated
+    POLICY_GRADIENT = "policy_gradient"  # detached advantage times grad log student
+
+
+class Form(StrEnum):
+    """Under sampled support: which function of the log-ratio c = log student - log teacher stands for reverse KL."""
+
+    K1 = "k1"  # c
+    K2 = "k2"  # c^2 / 2
+    K3 = "k3"  # exp(-c) - 1 + c
+
+
+class Importance(StrEnum):
+    """How a policy-gradient term treats tokens written by another distribution than today's student (axis 5)."""
+
+    NONE = "none"  # tokens are taken as the student's own
+    RATIO = "ratio"  # student / behaviour, unclipped
+    PPO_CLIP = "ppo_clip"  # the pessimistic minimum of ratio and clipped ratio
+
+
+class Reduction(StrEnum):
+    """What the summed term is divided by (axis 6)."""
+
+    TOKEN_MEAN = "token_mean"  # trainable tokens of the whole optimiser step, over micro-batches and ranks
+    SEQUENCE_MEAN = "sequence_mean"  # mean within each row first, then over rows
+
+
+class Schedule(StrEnum):
+    """How the learning rate moves after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"

@@ -1,0 +1,101 @@
+"""Rows of different lengths side by side: from prepared rows to one padded `Batch`.
+
+Padding goes on the right, positions count real tokens from 0, and masks come from recorded lengths. The columns of the
+N scored tokens are flat, so that no reduction ever runs over padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from etude.core.logprobs import predicted_from
+from etude.core.records import Batch, Scored, TeacherColumns
+from etude.errors import RecordError
+
+PAD = 0  # any valid id: padded places are masked in attention and never scored
+
+
+def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, attention mask and positions of rows padded on the right; each [B, T] int64.
+
+    >>> ids, mask, positions = pad_rows([torch.tensor([7, 8]), torch.tensor([5, 6, 7])])
+    >>> ids.tolist(), mask.tolist(), positions.tolist()
+    ([[7, 8, 0], [5, 6, 7]], [[1, 1, 0], [1, 1, 1]], [[0, 1, 0], [0, 1, 2]])
+    """
+    lengths = [row.shape[0] for row in rows]
+    shape = (len(rows), max(lengths))
+    ids_BT = torch.full(shape, PAD, dtype=torch.int64)
+    mask_BT = torch.zeros(shape, dtype=torch.int64)
+    positions_BT = torch.zeros(shape, dtype=torch.int64)
+    for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        ids_BT[b, :length] = row
+        mask_BT[b, :length] = 1
+        positions_BT[b, :length] = torch.arange(length)
+    return ids_BT, mask_BT, positions_BT
+
+
+def _teacher_columns(rows: Sequence[Scored], name: str, kept: Sequence[Tensor]) -> TeacherColumns:
+    """One teacher's marks, the scored tokens of all rows one after the other; `kept` are bool masks [C] a row."""
+    scores = [row.scores[name] for row in rows]
+    columns: list[Tensor | None] = []
+    for field in ("sampled_logprobs", "hidden"):
+        values = [getattr(score, field) for score in scores]
+        if any(value is None for value in values):
+            if any(value is not None for value in values):
+                raise RecordError(f"teacher '{name}' gave {field} for some rows of a batch and not for others")
+            columns.append(None)
+        else:
+            columns.append(torch.cat([value[keep] for value, keep in zip(values, kept, strict=True)]))
+    return TeacherColumns(*columns)
+
+
+def collate(rows: Sequence[Scored]) -> Batch:
+    """One batch of prepared rows. Scored tokens are those at least one term trains.
+
+    A batch in which no term trains anything still holds one token (with weight zero), so that a rank without work takes
+    part in the step like any other.
+
+    Raises:
+        RecordError: a row was not prepared, or a teacher marked only some of the rows.
+    """
+    ids_BT, mask_BT, positions_BT = pad_rows([row.rollout.token_ids for row in rows])
+    width = ids_BT.shape[1]
+    weights, kept = [], []
+    for row in rows:
+        if row.weights is None or row.advantages is None:
+            raise RecordError(f"row {row.rollout.prompt.row} was not prepared: call Objective.prepare before collate")
+        weights.append(row.weights)
+        kept.append((row.weights != 0).any(dim=0))
+    if not any(bool(keep.any()) for keep in kept):
+        kept[0] = torch.arange(kept[0].shape[0]) == 0
+
+    def column(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([value[..., keep] for value, keep in zip(values, kept, strict=True)], dim=-1)
+
+    rollouts = [row.rollout for row in rows]
+    lengths = [rollout.num_completion_tokens for rollout in rollouts]
+
+    def optional(values: Sequence[Tensor | None], fill: float) -> Tensor:
+        return column(
+            [torch.full((n,), fill) if v is None else v.float() for v, n in zip(values, lengths, strict=True)]
+        )
+
+    return Batch(
+        token_ids_BT=ids_BT,
+        attention_mask_BT=mask_BT,
+        position_ids_BT=positions_BT,
+        predicted_from_N=column(
+            [b * width + predicted_from(r.num_prompt_tokens, n) for b, (r, n) in enumerate(zip(rollouts, lengths))]
+        ),
+        target_ids_N=column([rollout.completion_ids for rollout in rollouts]),
+        row_N=column([torch.full((n,), b) for b, n in enumerate(lengths)]),
+        offset_N=column([torch.arange(n) for n in lengths]),
+        weights_JN=column(weights),
+        advantages_JN=column([row.advantages for row in rows if row.advantages is not None]),
+        behaviour_logprobs_N=optional([rollout.behaviour_logprobs for rollout in rollouts], 0.0),
+        raw_logprobs_N=optional([rollout.raw_logprobs for rollout in rollouts], float("nan")),
+        teachers={name: _teacher_columns(rows, name, kept) for name in rows[0].scores},
+    )

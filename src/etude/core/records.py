@@ -1,0 +1,166 @@
+"""What travels through a round: Prompt, Rollout, Scores, Scored, and the padded Batch of one micro-step.
+
+Each record is frozen, validates itself, and carries everything that belongs to it, so that nothing is tied together
+by its place in a list. Lengths come from here and only from here: no mask is ever made by comparing ids with a pad id.
+
+Legend: B rows, T padded positions, P prompt tokens of a row, C completion tokens of a row, D hidden size of a model,
+N scored tokens of a batch (all rows' completion tokens that some term trains, one after the other), J terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.axes.names import FinishReason, Source
+from etude.errors import RecordError
+
+
+def as_ids(ids: Sequence[int] | Tensor) -> Tensor:
+    """A row of token ids as a one-dimensional int64 tensor on the CPU."""
+    return torch.as_tensor(ids, dtype=torch.int64, device="cpu").reshape(-1)
+
+
+def _check_length(record: str, name: str, values: Tensor | None, expected: int) -> None:
+    if values is not None and values.shape[0] != expected:
+        raise RecordError(
+            f"{record}.{name} has {values.shape[0]} entries for {expected} completion tokens; "
+            "each completion token has exactly one"
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """One question of a round, already in the student's ids."""
+
+    token_ids: Tensor  # [P] int64: the tokenizer's own template, id for id
+    row: int  # global row in the round: with the seed, it alone decides this row's random numbers
+    completion_ids: Tensor | None = None  # [C] int64: the dataset's own answer, where it has one
+    example: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the example as loaded; verifiers read their answer here
+
+    def __post_init__(self) -> None:
+        if self.token_ids.ndim != 1 or self.token_ids.numel() == 0:
+            raise RecordError(f"prompt of row {self.row} has shape {tuple(self.token_ids.shape)}; expected [P], P >= 1")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rollout:
+    """A prompt and the completion somebody wrote for it. Training ids are prompt ids + completion ids, as they are."""
+
+    prompt: Prompt
+    completion_ids: Tensor  # [C] int64: what was written, its stop id included when there is one
+    source: Source  # who wrote it
+    finish_reason: FinishReason  # why it ended
+    version: int  # student weights version (optimiser steps taken) when it was written
+    behaviour_logprobs: Tensor | None = None  # [C] float32: under the distribution really sampled from
+    raw_logprobs: Tensor | None = None  # [C] float32: the writer's own, at temperature 1 over the real vocabulary
+
+    def __post_init__(self) -> None:
+        length = self.completion_ids.shape[0]
+        if self.completion_ids.ndim != 1 or length == 0:
+            raise RecordError(
+                f"completion of row {self.prompt.row} has shape {tuple(self.completion_ids.shape)}; "
+                "expected [C], C >= 1 (a row that stops at once still has its stop id)"
+            )
+        _check_length("rollout", "behaviour_logprobs", self.behaviour_logprobs, length)
+        _check_length("rollout", "raw_logprobs", self.raw_logprobs, length)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[P + C] int64: the ids both models are run on."""
+        return torch.cat([self.prompt.token_ids, self.completion_ids])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt.token_ids.shape[0]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.completion_ids.shape[0]
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason is FinishReason.LENGTH
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scores:
+    """What one teacher says about one rollout: one entry for each completion token, aligned by that token."""
+
+    teacher: str  # the teacher's name in the recipe
+    sampled_logprobs: Tensor | None = None  # [C] float32: log-probability of each completion id, at the loss temperature
+    hidden: Tensor | None = None  # [C, D] float32/bfloat16: the state that predicts each completion id
+
+    def check(self, rollout: Rollout) -> None:
+        """Raise `RecordError` unless every field has one entry a completion token."""
+        length = rollout.num_completion_tokens
+        for name in ("sampled_logprobs", "hidden"):
+            _check_length(f"scores of teacher '{self.teacher}'", name, getattr(self, name), length)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scored:
+    """A rollout with its marks, and what `Objective.prepare` made of them."""
+
+    rollout: Rollout
+    scores: Mapping[str, Scores]  # by teacher name
+    weights: Tensor | None = None  # [J, C] float32: each term's mask times weight; zero where the term does not train
+    advantages: Tensor | None = None  # [J, C] float32, detached; zero for analytic terms
+    student_logprobs: Tensor | None = None  # [C] float32: today's student before the round's first step, if a term needs it
+
+    def __post_init__(self) -> None:
+        for scores in self.scores.values():
+            scores.check(self.rollout)
+        _check_length("scored", "student_logprobs", self.student_logprobs, self.rollout.num_completion_tokens)
+
+    def with_prepared(self, **fields: Tensor | None) -> Scored:
+        """A copy with weights, advantages or student log-probs filled in."""
+        return replace(self, **fields)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TeacherColumns:
+    """One teacher's marks for the N scored tokens of a batch."""
+
+    sampled_logprobs_N: Tensor | None  # [N] float32
+    hidden_ND: Tensor | None  # [N, D]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """The rows of one micro-step: padded ids for the forward pass, flat columns for the scored tokens."""
+
+    token_ids_BT: Tensor  # [B, T] int64, padded on the right
+    attention_mask_BT: Tensor  # [B, T] int64: 1 on real tokens, from recorded lengths
+    position_ids_BT: Tensor  # [B, T] int64: 0, 1, 2, ... on the real tokens of each row
+    predicted_from_N: Tensor  # [N] int64: flat index into B*T of the position whose logits predict the token
+    target_ids_N: Tensor  # [N] int64: the scored token itself
+    row_N: Tensor  # [N] int64: which row of the batch it belongs to
+    offset_N: Tensor  # [N] int64: its place within the completion, from 0
+    weights_JN: Tensor  # [J, N] float32
+    advantages_JN: Tensor  # [J, N] float32
+    behaviour_logprobs_N: Tensor  # [N] float32; zero for rows nobody sampled (dataset rows)
+    raw_logprobs_N: Tensor  # [N] float32; NaN for rows that have none
+    teachers: Mapping[str, TeacherColumns]  # by teacher name
+
+    @property
+    def num_scored_tokens(self) -> int:
+        return self.target_ids_N.shape[0]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        moved: dict[str, Any] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            moved[name] = value.to(device) if isinstance(value, Tensor) else value
+        moved["teachers"] = {
+            name: TeacherColumns(
+                *(None if c is None else c.to(device) for c in (columns.sampled_logprobs_N, columns.hidden_ND))
+            )
+            for name, columns in self.teachers.items()
+        }
+        return Batch(**moved)

@@ -1,0 +1,209 @@
+"""From logits to written rows: the settings, the distribution really sampled from, one uniform number a token, the loop.
+
+The loop is ours and takes a next-token distribution, so a model folder's generation defaults have no way in. It knows no
+prompt, no seed and no model, only rows that an engine keeps (`AbstractDecoding`); `models/sampling.py` calls it.
+
+Legend: B rows, b rows of them still being written, C completion tokens, V real vocabulary, K blocks of ids, v ids of one
+block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from etude.axes.names import FinishReason
+from etude.core.logprobs import next_token_logprobs, pick
+from etude.errors import RecipeError
+from etude.models.roles import AbstractDecoding
+
+MIN_TEMPERATURE = 0.01  # below it logits / temperature can leave float32; nobody can tell the result from greedy
+BLOCK = 256  # ids a block of the inverse CDF; any size is right, 256 is fastest at V = 49,152
+NUCLEUS = 1024  # ids ranked at first for top-p; ranking all of 49,152 takes eight times as long
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How a distribution becomes a token. No field has a default: what is not said here does not happen.
+
+    >>> SamplingSettings(temperature=1.0, top_p=0.95, top_k=0, max_new_tokens=64, stop_ids=(2,)).describe()
+    {'temperature': 1.0, 'top_p': 0.95, 'top_k': 0, 'max_new_tokens': 64, 'stop_ids': (2,)}
+
+    Raises:
+        RecipeError: a value outside its range.
+    """
+
+    temperature: float  # 0.0: greedy, the likeliest id with behaviour log-probability 0
+    top_p: float  # keep the smallest set of ids that holds this share of the probability; 1.0: all
+    top_k: int  # keep this many of the likeliest ids; 0: all
+    max_new_tokens: int  # a row that has not stopped by then is cut
+    stop_ids: tuple[int, ...]  # writing one of them ends a row; empty: every row is cut at the limit
+
+    def __post_init__(self) -> None:
+        temperature = self.temperature
+        if not (temperature == 0.0 or (temperature >= MIN_TEMPERATURE and math.isfinite(temperature))):
+            expected = f"0 (greedy) or a number of at least {MIN_TEMPERATURE}"
+            raise RecipeError(f"sampler.temperature is {temperature}; write {expected}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RecipeError(f"sampler.top_p is {self.top_p}; write a share above 0 and up to 1 (1 keeps every id)")
+        if self.top_k < 0:
+            raise RecipeError(f"sampler.top_k is {self.top_k}; write the number of ids to keep, or 0 to keep all")
+        if self.max_new_tokens < 1:
+            raise RecipeError(f"sampler.max_new_tokens is {self.max_new_tokens}; write at least 1")
+        if any(stop_id < 0 for stop_id in self.stop_ids):
+            raise RecipeError(f"the stop ids {self.stop_ids} hold a negative number; token ids count from 0")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the model's own distribution is sampled from, so that behaviour and raw log-probs are one."""
+        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
+
+    def describe(self) -> dict[str, Any]:
+        """Every value in force, to be printed and stored with the run."""
+        return asdict(self)
+
+
+def sampling_logprobs(logits_BV: Tensor, settings: SamplingSettings) -> Tensor:
+    """[B, V] log-probabilities really sampled from: temperature, then top-k, then top-p of what top-k left.
+
+    After each cut the rest is renormalised; what was cut away is -inf. Ids that tie at a cut stay or go together, so that
+    no id is favoured for its number. Greedy puts all probability on the likeliest id, the lowest of them in a tie.
+
+        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+        >>> top_2 = SamplingSettings(temperature=1.0, top_p=1.0, top_k=2, max_new_tokens=1, stop_ids=())
+        >>> sampling_logprobs(logits, top_2).exp()
+        tensor([[0.6250, 0.3750, 0.0000]])
+
+    Returns:
+        float32, or float64 for float64 logits.
+    """
+    if settings.greedy:
+        certain_BV = torch.full_like(logits_BV, -math.inf, dtype=torch.promote_types(torch.float32, logits_BV.dtype))
+        return certain_BV.scatter_(-1, logits_BV.argmax(-1, keepdim=True), 0.0)
+    logprobs_BV = next_token_logprobs(logits_BV, settings.temperature)
+    if 0 < settings.top_k < logprobs_BV.shape[-1]:
+        logprobs_BV = _keep_from(logprobs_BV, logprobs_BV.topk(settings.top_k).values[:, -1:])
+    if settings.top_p < 1.0:
+        logprobs_BV = _keep_from(logprobs_BV, _nucleus_floor(logprobs_BV, settings.top_p))
+    return logprobs_BV
+
+
+def _keep_from(logprobs_BV: Tensor, floor_B1: Tensor) -> Tensor:
+    return logprobs_BV.masked_fill(logprobs_BV < floor_B1, -math.inf).log_softmax(-1)
+
+
+def _nucleus_floor(logprobs_BV: Tensor, top_p: float) -> Tensor:
+    """[B, 1] log-probability of the least likely id within the smallest set that holds `top_p`."""
+    ranked_BV = logprobs_BV.topk(min(NUCLEUS, logprobs_BV.shape[-1])).values
+    if bool((ranked_BV.exp().sum(-1) < top_p).any()):
+        ranked_BV = logprobs_BV.sort(descending=True).values
+    probs_BV = ranked_BV.exp()
+    likelier_BV = probs_BV.cumsum(-1) - probs_BV  # the mass ranked before each id: 0 for the first, so one always stays
+    num_kept_B1 = (likelier_BV < top_p).sum(-1, keepdim=True)
+    return ranked_BV.gather(-1, num_kept_B1 - 1)
+
+
+def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """[B] ids: in id order, the first whose cumulative probability exceeds the row's uniform number in [0, 1).
+
+    Two levels, first the block of ids and then the id within it: a quarter of the time of one cumulative sum over the
+    vocabulary, and a fiftieth of `torch.multinomial`. An id of probability zero is never taken. Where rounding makes the
+    sums fall short of the uniform number the last possible id is taken. Rows need not sum to one.
+
+        >>> inverse_cdf(torch.tensor([[0.5, 0.0, 0.5]]).expand(3, 3), torch.tensor([0.49, 0.5, 0.99]))
+        tensor([0, 2, 2])
+    """
+    num_rows, vocab_size = probs_BV.shape
+    probs_BV = probs_BV.to(torch.promote_types(torch.float32, probs_BV.dtype))
+    blocks_BKv = functional.pad(probs_BV, (0, -vocab_size % BLOCK)).view(num_rows, -1, BLOCK)
+    mass_BK = blocks_BKv.sum(-1)
+    target_B = uniforms_B.to(mass_BK) * mass_BK.sum(-1)
+    block_B = _first_beyond(mass_BK, target_B)
+    earlier_BK = torch.arange(mass_BK.shape[1], device=mass_BK.device) < block_B[:, None]
+    inside_Bv = blocks_BKv[torch.arange(num_rows, device=mass_BK.device), block_B]
+    return block_B * BLOCK + _first_beyond(inside_Bv, target_B - (mass_BK * earlier_BK).sum(-1))
+
+
+def _first_beyond(mass_BK: Tensor, target_B: Tensor) -> Tensor:
+    """[B] first column with mass whose cumulative sum exceeds the target; the last column with mass if none does."""
+    has_mass_BK = mass_BK > 0
+    beyond_BK = (mass_BK.cumsum(-1) > target_B[:, None]) & has_mass_BK
+    columns_K = torch.arange(mass_BK.shape[1], device=mass_BK.device)
+    first_B = torch.where(beyond_BK, columns_K, mass_BK.shape[1]).amin(-1)
+    last_B = torch.where(has_mass_BK, columns_K, 0).amax(-1)
+    return torch.minimum(first_B, last_B)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Completion:
+    """What was written for one row."""
+
+    ids: Tensor  # [C] int64, its stop id included if it stopped
+    behaviour_logprobs: Tensor  # [C] float32
+    raw_logprobs: Tensor  # [C] float32
+    finish_reason: FinishReason
+
+
+@torch.no_grad()
+def decode(decoding: AbstractDecoding, uniforms_BC: Tensor, settings: SamplingSettings) -> list[Completion]:
+    """Write every row until its stop id or the limit: next logits, distribution, one uniform number, id.
+
+    A row leaves the batch in the step in which it ends (an engine that grows its cache by a copy each step copies it no
+    oftener for that), and its last token is never fed back.
+
+    Args:
+        decoding: the rows, their prompts read.
+        uniforms_BC: [B, C] in [0, 1), C = `settings.max_new_tokens`: column j is for the j-th token of each row.
+
+    Returns:
+        One completion a row, in the rows' order, on the CPU.
+    """
+    num_rows = uniforms_BC.shape[0]
+    ids_BC = torch.zeros(num_rows, settings.max_new_tokens, dtype=torch.int64)
+    behaviour_BC, raw_BC = torch.zeros(2, num_rows, settings.max_new_tokens).unbind()
+    lengths_B = torch.full((num_rows,), settings.max_new_tokens)
+    stopped_B = torch.zeros(num_rows, dtype=torch.bool)
+    stop_ids = torch.tensor(settings.stop_ids, dtype=torch.int64)
+    rows_b = torch.arange(num_rows)
+    for step in range(settings.max_new_tokens):
+        ids_b, behaviour_b, raw_b = _draw(decoding.next_logits(), uniforms_BC[rows_b, step], settings)
+        ids_BC[rows_b, step] = ids_b.cpu()
+        behaviour_BC[rows_b, step], raw_BC[rows_b, step] = behaviour_b.float().cpu(), raw_b.float().cpu()
+        stops_b = torch.isin(ids_BC[rows_b, step], stop_ids)
+        lengths_B[rows_b[stops_b]] = step + 1
+        stopped_B[rows_b[stops_b]] = True
+        if stops_b.all() or step + 1 == settings.max_new_tokens:
+            break
+        if stops_b.any():
+            kept_b = torch.nonzero(~stops_b).squeeze(-1)
+            rows_b = rows_b[kept_b]
+            kept_b = kept_b.to(ids_b.device)
+            decoding.keep(kept_b)
+            ids_b = ids_b[kept_b]
+        decoding.append(ids_b)
+    return [
+        Completion(
+            ids_BC[row, :length].clone(),
+            behaviour_BC[row, :length].clone(),
+            raw_BC[row, :length].clone(),
+            FinishReason.STOP if stopped_B[row] else FinishReason.LENGTH,
+        )
+        for row, length in enumerate(lengths_B.tolist())
+    ]
+
+
+def _draw(logits_bV: Tensor, uniforms_b: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, their log-probabilities under the distribution sampled from, and the model's own; [b] each."""
+    raw_bV = next_token_logprobs(logits_bV)
+    behaviour_bV = raw_bV if settings.unchanged else sampling_logprobs(logits_bV, settings)
+    ids_b = inverse_cdf(behaviour_bV.exp(), uniforms_b)
+    return ids_b, pick(behaviour_bV, ids_b), pick(raw_bV, ids_b)

@@ -1,0 +1,112 @@
+"""The three roles, and the language model underneath them: what each promises, gives and needs.
+
+`AbstractBackbone` is the seam to an engine: ids in, hidden states and an output head out. Student, in-process sampler
+and frozen teacher are built on it, so that a table, a transformers folder or a user's own module pass through the same
+code. Role implementations never import each other; `recipes/build.py` puts them together.
+
+Legend: B rows, T positions, V real vocabulary, D hidden size, P prompt tokens, C completion tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from etude.axes.names import Gives
+from etude.core.linear import OutputHead
+from etude.core.records import Prompt, Rollout, Scores
+from etude.runtime.seeds import Key
+
+
+class AbstractDecoding(ABC):
+    """An unfinished set of rows being written by a backbone, one token a row at a time."""
+
+    @abstractmethod
+    def next_logits(self) -> Tensor:
+        """[B, V] logits of the next token of each row still being written, real vocabulary only."""
+
+    @abstractmethod
+    def append(self, ids_B: Tensor) -> None:
+        """Append one token to each row still being written; `ids_B` is [B] int64."""
+
+    @abstractmethod
+    def keep(self, rows_b: Tensor) -> None:
+        """Go on with these rows only (indices into the rows still being written, ascending)."""
+
+
+class AbstractBackbone(nn.Module, ABC):
+    """A decoder-only language model as etude sees it."""
+
+    vocab_size: int  # V: the tokenizer's real vocabulary; rows of the head beyond it are filler and are cut
+    context_window: int | None  # longest row it can read; None: no limit
+
+    @abstractmethod
+    def hidden_states(self, token_ids_BT: Tensor, attention_mask_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
+        """[B, T, D] last hidden states: what the head turns into the logits of the *next* token."""
+
+    @abstractmethod
+    def head(self) -> OutputHead:
+        """The output head over the real vocabulary; its tensors take part in autograd."""
+
+    @abstractmethod
+    def decoding(self, prompt_ids: Sequence[Tensor]) -> AbstractDecoding:
+        """Begin writing after each of these prompts ([P] int64 each, of any lengths)."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write a folder that loads again with the engine's own loader."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+class AbstractSampler(ABC):
+    """Who writes."""
+
+    version: int  # weights version it writes with
+
+    @abstractmethod
+    def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
+        """One rollout a prompt, in the prompts' order; row r draws from `key.generator(prompt.row)` and nothing else."""
+
+    @abstractmethod
+    def refresh(self, student: AbstractStudent, version: int) -> None:
+        """Write with the student's present weights from now on."""
+
+
+class AbstractTeacher(ABC):
+    """Who judges. `gives` is fixed before weights are loaded, and matched with what terms need."""
+
+    name: str
+    gives: frozenset[Gives]
+
+    @abstractmethod
+    def score(self, rollouts: Sequence[Rollout], needs: frozenset[Gives], temperature: float) -> list[Scores]:
+        """Scores in the rollouts' order, with exactly the needed fields; `temperature` is the loss temperature."""
+
+    @abstractmethod
+    def head(self) -> OutputHead | None:
+        """The head that belongs to its hidden states, over the real vocabulary; None if it gives no hidden states."""
+
+
+class AbstractStudent(ABC):
+    """Who learns: a backbone with trainable weights, and how they are saved."""
+
+    backbone: AbstractBackbone
+
+    @abstractmethod
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """By name, in a fixed order; the optimiser holds exactly these."""
+
+    @abstractmethod
+    def logprobs(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """[C] float32 log-probability of each completion id under the present weights, without gradient."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the student as a folder that transformers (or peft, for an adapter) loads."""

@@ -1,0 +1,142 @@
+"""Who writes, in this process: the same row for the same key, whatever stands around it.
+
+The numbers a row is drawn with depend on the key and the row's own global number only, so that batches, ranks and resumes
+do not change it. The sampler knows no tokenizer, no teacher and no loss; the training loop and the evaluation call it,
+and `recipes/build.py` resolves the stop ids once and hands them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from etude.axes.names import FinishReason, Source
+from etude.core.records import Prompt, Rollout
+from etude.errors import DataError, NonFiniteError, RecipeError
+from etude.models.decoding import Completion, SamplingSettings, decode
+from etude.models.roles import AbstractBackbone, AbstractSampler, AbstractStudent
+from etude.runtime.seeds import Key
+
+__all__ = ["InProcessSampler", "SamplingSettings", "dataset_rollouts"]
+
+
+class InProcessSampler(AbstractSampler):
+    """Writes with a backbone of this process: the student's own modules, a low-precision copy of them, or the teacher.
+
+    Args:
+        backbone: the model that writes.
+        settings: how its distributions become tokens.
+        source: whose rows these are. A `TEACHER` sampler keeps its weights when the student is refreshed.
+        dtype: precision to write in, such as "bfloat16". Another one than the backbone's makes a copy of its weights;
+            the same one, or None, shares the modules.
+        rows_per_batch: most rows decoded side by side.
+
+    Raises:
+        RecipeError: a stop id lies beyond the backbone's vocabulary.
+    """
+
+    def __init__(
+        self,
+        backbone: AbstractBackbone,
+        settings: SamplingSettings,
+        *,
+        source: Source = Source.STUDENT,
+        dtype: str | None = None,
+        rows_per_batch: int = 64,
+    ) -> None:
+        unknown = [stop_id for stop_id in settings.stop_ids if stop_id >= backbone.vocab_size]
+        if unknown:
+            raise RecipeError(
+                f"stop ids {unknown} lie beyond the vocabulary of {backbone.vocab_size} ids and could never be written; "
+                "take them from the tokenizer of the model that writes"
+            )
+        self.settings = settings
+        self.source = source
+        self.version = 0
+        self._rows_per_batch = rows_per_batch
+        self._copied = dtype is not None and dtype != str(next(backbone.parameters()).dtype).removeprefix("torch.")
+        self._backbone = backbone.copy_as(dtype) if self._copied else backbone
+
+    def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
+        """One rollout a prompt, in the prompts' order.
+
+        Raises:
+            DataError: a prompt and `max_new_tokens` together exceed the context window; nothing has been run yet.
+            NonFiniteError: the model's logits are not numbers.
+        """
+        self._require_room(prompts)
+        # The longest first: rows of like length share a batch, and a batch too large for the memory fails at once.
+        order = sorted(range(len(prompts)), key=lambda index: -prompts[index].token_ids.shape[0])
+        rollouts: dict[int, Rollout] = {}
+        with evaluating(self._backbone):
+            for start in range(0, len(order), self._rows_per_batch):
+                indices = order[start : start + self._rows_per_batch]
+                written = self._write([prompts[index] for index in indices], key)
+                rollouts.update(zip(indices, written, strict=True))
+        return [rollouts[index] for index in range(len(prompts))]
+
+    def refresh(self, student: AbstractStudent, version: int) -> None:
+        """Write with the student's present weights from now on; a teacher only notes the version it is beside."""
+        self.version = version
+        if self.source is not Source.STUDENT:
+            return
+        if self._copied:
+            self._backbone.load_weights_from(student.backbone)
+        else:
+            self._backbone = student.backbone
+
+    def _write(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
+        uniforms_BC = torch.stack([key.uniforms(prompt.row, self.settings.max_new_tokens) for prompt in prompts])
+        with torch.no_grad():
+            decoding = self._backbone.decoding([prompt.token_ids for prompt in prompts])
+        completions = decode(decoding, uniforms_BC, self.settings)
+        return [self._rollout(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+
+    def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+        if not bool(completion.raw_logprobs.isfinite().all()):
+            raise NonFiniteError(
+                f"while row {prompt.row} was written with weights version {self.version}, the {self.source}'s logits "
+                "were not finite; its weights are damaged, so go back to an earlier checkpoint"
+            )
+        return Rollout(
+            prompt=prompt,
+            completion_ids=completion.ids,
+            source=self.source,
+            finish_reason=completion.finish_reason,
+            version=self.version,
+            behaviour_logprobs=completion.behaviour_logprobs,
+            raw_logprobs=completion.raw_logprobs,
+        )
+
+    def _require_room(self, prompts: Sequence[Prompt]) -> None:
+        window, new_tokens = self._backbone.context_window, self.settings.max_new_tokens
+        for prompt in prompts if window is not None else ():
+            length = prompt.token_ids.shape[0]
+            if length + new_tokens > window:
+                raise DataError(
+                    f"the prompt of row {prompt.row} has {length} tokens, which with sampler.max_new_tokens = {new_tokens} "
+                    f"makes {length + new_tokens}, and the {self.source}'s context window holds {window}; lower "
+                    "data.max_prompt_tokens or sampler.max_new_tokens"
+                )
+
+
+def dataset_rollouts(prompts: Sequence[Prompt], version: int) -> list[Rollout]:
+    """The dataset's own answers as rollouts: nobody sampled them, so they have no behaviour log-probabilities.
+
+    Args:
+        prompts: each with its `completion_ids`.
+        version: student weights version at the time.
+
+    Raises:
+        DataError: a prompt has no answer.
+    """
+    rollouts: list[Rollout] = []
+    for prompt in prompts:
+        if prompt.completion_ids is None:
+            raise DataError(
+                f"the prompt of row {prompt.row} has no completion to train on; give the data a completion column, or "
+                "let the student write every row (sampler.student_fraction = 1.0)"
+            )
+        rollouts.append(Rollout(prompt, prompt.completion_ids, Source.DATASET, FinishReason.STOP, version))
+    return rollouts

@@ -43,7 +43,7 @@ test: lint  ## lint, then the whole suite
 lint: $(VENV)/.dev $(VENV)/.tasks  ## style, types and import floors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.smollm2 $(VENV)-trl/.trl  ## step time and memory beside TRL's

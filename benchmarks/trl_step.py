@@ -63,7 +63,7 @@ def settings(options: argparse.Namespace, output: str) -> DistillationConfig:
         generation_kwargs={"min_new_tokens": work.NEW_TOKENS},  # its public way to switch stopping off
         per_device_train_batch_size=work.NUM_PROMPTS,
         gradient_accumulation_steps=1,
-        max_steps=work.WARM_UP_STEPS + work.TIMED_STEPS,
+        max_steps=work.WARM_UP_STEPS + options.steps,
         learning_rate=work.LEARNING_RATE,
         save_strategy="no",
         report_to="none",

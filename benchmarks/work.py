@@ -1,8 +1,8 @@
 """The work that is timed, stated once: both sides import it, and nothing else of each other.
 
-Plain standard library, since the two sides live in different environments. A side is a script that takes `--model` and
-`--threads`, does `WARM_UP_STEPS + TIMED_STEPS` optimiser steps of this work, and prints one line of JSON made by
-`report`; `against_trl.py` reads that line.
+Plain standard library, since the two sides live in different environments. A side is a script
+that takes `--model`, `--threads` and `--steps`, does `WARM_UP_STEPS` and then that many optimiser steps of this work,
+and prints one line of JSON made by `report`; `against_trl.py` reads that line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ PROMPT_TOKENS = 32
 NEW_TOKENS = 64  # every row writes exactly these: stopping is off on both sides
 LEARNING_RATE = 1e-6  # small, so that the model written with stays the model loaded
 WARM_UP_STEPS = 1  # the first step also pays for the allocator, the primitives' caches and the optimiser's state
-TIMED_STEPS = 3
 
 TEXT = """\
 A teacher sits beside a pupil at the piano. The pupil plays, and the teacher marks each note where it falls: this one a
@@ -51,6 +50,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", required=True, help="folder of the model that is both student and teacher")
     parser.add_argument("--threads", type=int, required=True, help="torch threads")
+    parser.add_argument("--steps", type=int, required=True, help="steps that are timed, after the warm-up")
     return parser
 
 

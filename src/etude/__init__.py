@@ -2,6 +2,9 @@
 
 The names below are the whole public door; `etude.core` is usable by itself on plain tensors. Nothing heavy is imported
 before a name is asked for, so that `import etude` is instant.
+
+    >>> load_recipe("maze", ["train.steps=20"]).train.steps
+    20
 """
 
 from __future__ import annotations
@@ -9,14 +12,48 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from etude.config.load import load_recipe
-    from etude.recipes.run import train
+    from etude.config.load import dump_toml, load_recipe
+    from etude.config.methods import METHODS
+    from etude.config.schema import Recipe
+    from etude.core.objective import Objective, Term
+    from etude.core.records import Prompt, Rollout
+    from etude.errors import EtudeError, RunError, UsageError
+    from etude.recipes.run import Summary, train
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "load_recipe", "train"]
+__all__ = [
+    "METHODS",
+    "EtudeError",
+    "Objective",
+    "Prompt",
+    "Recipe",
+    "Rollout",
+    "RunError",
+    "Summary",
+    "Term",
+    "UsageError",
+    "__version__",
+    "dump_toml",
+    "load_recipe",
+    "train",
+]
 
-_HOMES = {"load_recipe": "etude.config.load", "train": "etude.recipes.run"}  # where each lazy name lives
+_HOMES = {  # where each lazy name lives
+    "METHODS": "etude.config.methods",
+    "EtudeError": "etude.errors",
+    "Objective": "etude.core.objective",
+    "Prompt": "etude.core.records",
+    "Recipe": "etude.config.schema",
+    "Rollout": "etude.core.records",
+    "RunError": "etude.errors",
+    "Summary": "etude.recipes.run",
+    "Term": "etude.core.objective",
+    "UsageError": "etude.errors",
+    "dump_toml": "etude.config.load",
+    "load_recipe": "etude.config.load",
+    "train": "etude.recipes.run",
+}
 
 
 def __getattr__(name: str) -> Any:

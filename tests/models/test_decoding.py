@@ -28,7 +28,7 @@ def settings(
 
 def log_table(*rows: Sequence[float]) -> TableBackbone:
     """A table with these next-token probabilities."""
-    return TableBackbone(torch.tensor(rows, dtype=torch.float64).log())
+    return TableBackbone(torch.tensor(rows, dtype=torch.float64).log().clamp(min=-1000.0))
 
 
 class TestSettings:
@@ -206,7 +206,11 @@ class TestDecode:
         assert scripted.appended == [[3, 3]]
 
     def test_without_stop_ids_every_row_is_cut(self) -> None:
-        completions = decode(log_table([0.5, 0.5], [0.5, 0.5]).decoding([torch.tensor([0])] * 4), torch.rand(4, 6), settings(max_new_tokens=6))
+        completions = decode(
+            log_table([0.5, 0.5], [0.5, 0.5]).decoding([torch.tensor([0])] * 4),
+            torch.rand(4, 6),
+            settings(max_new_tokens=6),
+        )
         assert {len(completion.ids) for completion in completions} == {6}
         assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
 

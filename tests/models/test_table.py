@@ -57,8 +57,21 @@ def test_save_and_load_give_the_same_bits(tmp_path: Path, dtype: torch.dtype) ->
     assert torch.equal(again.weight_VS, table.weight_VS)
 
 
+def test_restore_is_in_place(tmp_path: Path) -> None:
+    table = TableBackbone(LOGITS)
+    held = table.weight_VS
+    table.save(tmp_path)
+    with torch.no_grad():
+        table.weight_VS.zero_()
+    table.restore(tmp_path)
+    assert table.weight_VS is held
+    assert torch.equal(held.detach().T, LOGITS)
+
+
 def test_wrong_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"shape \(2, 3\).*a state for each id"):
         TableBackbone(torch.zeros(2, 3))
+    with pytest.raises(ModelError, match="not finite.*write -1000"):
+        TableBackbone(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]))
     with pytest.raises(ModelError, match=r"holds no table\.safetensors"):
         TableBackbone.load(tmp_path)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeVar, cast, get_args
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Strict, model_validator
 from pydantic.fields import FieldInfo
@@ -24,16 +25,14 @@ Many = Annotated[tuple[T, ...], Strict(False)]  # a TOML array, kept as a tuple
 class OnlyWhen:
     """A condition on the fields declared above this one.
 
-    Where it holds, the field has `default` unless it was written. Where it does not, the field keeps the default of its
-    declaration, and writing anything else is refused: it would do nothing.
+    Where it holds, a field that was not written gets `default`, or what `default_of` gives for the table. Where it does
+    not, the field keeps the default of its declaration, and writing anything else is refused: it would do nothing.
     """
 
     reads: str  # how the condition reads after "only when"
     holds: Callable[[Any], bool]  # asked of the table
-    default: object = None  # the value, or a function of the table that gives it
-
-    def default_for(self, noun: Noun) -> object:
-        return cast("Callable[[Noun], object]", self.default)(noun) if callable(self.default) else self.default
+    default: object = None  # None: as declared
+    default_of: Callable[[Any], object] | None = None
 
 
 class Noun(BaseModel):
@@ -53,10 +52,13 @@ class Noun(BaseModel):
         value = getattr(self, name)
         written = name in self.model_fields_set and value is not None
         if rule.holds(self):
-            if not written:
-                self.__dict__[name] = rule.default_for(self)  # frozen for everybody else; still being built here
+            default = rule.default_of(self) if rule.default_of else rule.default
+            if not written and default is not None:
+                object.__setattr__(self, name, default)  # frozen for others; it is still being built
         elif written and value != field.default:
-            raise ValueError(f"{name} = {spelled(value)} does nothing here, it counts only when {rule.reads}; remove it")
+            raise ValueError(
+                f"{name} = {spelled(value)} does nothing here, it counts only when {rule.reads}; remove it"
+            )
 
 
 def spelled(value: object) -> str:
@@ -82,10 +84,18 @@ def noun_within(annotation: object) -> type[Noun] | None:
 
 
 def fields_below(noun: type[Noun], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of a table and of the tables in it, dotted, in the order of declaration; arrays of tables at place 0."""
+    """Every key of a table and of the tables in it, dotted, as declared; place 0 stands for every place of an array."""
     for name, field in noun.model_fields.items():
         key = prefix + name
         yield key, field
         if inner := noun_within(field.annotation):
-            is_array = inner not in (field.annotation, *get_args(field.annotation))
-            yield from fields_below(inner, f"{key}.0." if is_array else f"{key}.")
+            yield from fields_below(inner, f"{key}.0." if get_origin(field.annotation) is tuple else f"{key}.")
+
+
+def choices(annotation: object) -> list[str]:
+    """The words a field may be, if it is a choice among words; else nothing."""
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return [str(member) for member in annotation]
+    if get_origin(annotation) is Literal:
+        return [str(word) for word in get_args(annotation)]
+    return [word for part in get_args(annotation) for word in choices(part)]

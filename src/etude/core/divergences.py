@@ -30,17 +30,14 @@ def _in_float32(logprobs: Tensor) -> Tensor:
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
-    """KL(first || second), with 0 log 0 = 0 and `LOG_OF_ZERO` for an id that only `second` rules out.
+    """KL(first || second), every log-probability at least `LOG_OF_ZERO`: 0 log 0 is 0, and nothing is infinite.
 
     `first` is detached inside the log-ratio: sum_v exp(first_v) * 1 is constant for normalised log-probabilities, so
     that part of the derivative is zero on paper and only rounding noise in floating point. Without it the gradient on
     the logits is exactly zero where the two distributions are equal.
     """
     first, second = _in_float32(first), _in_float32(second)
-    # -inf - (-inf) and 0 * inf are NaN, in the gradient too, so the infinities are replaced before any arithmetic.
-    impossible = torch.isneginf(first)
-    second = second.masked_fill(torch.isneginf(second), LOG_OF_ZERO)
-    ratio = (first.detach() - second).masked_fill(impossible, 0.0)
+    ratio = first.detach().clamp(min=LOG_OF_ZERO) - second.clamp(min=LOG_OF_ZERO)
     return (first.exp() * ratio).sum(-1)
 
 
@@ -71,16 +68,12 @@ def reverse_kl(*, student_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 def _log_mixture(first: Tensor, second: Tensor, weight: float) -> Tensor:
     """log(weight * exp(first) + (1 - weight) * exp(second)), 0 < weight < 1.
 
-    Where both are impossible the mixture is too; `torch.logaddexp` has a NaN gradient there, so those entries are lifted
-    out of its way first.
+    Lifted to the smallest normal number where both are (nearly) impossible, since log has no gradient at 0; nothing is
+    weighed there.
     """
     first, second = _in_float32(first), _in_float32(second)
-    impossible = torch.isneginf(first) & torch.isneginf(second)
-    mixture = torch.logaddexp(
-        first.masked_fill(impossible, 0.0) + math.log(weight),
-        second.masked_fill(impossible, 0.0) + math.log1p(-weight),
-    )
-    return mixture.masked_fill(impossible, -math.inf)
+    mixture = weight * first.exp() + (1.0 - weight) * second.exp()
+    return mixture.clamp(min=torch.finfo(mixture.dtype).tiny).log()
 
 
 def jsd(*, student_logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> Tensor:
@@ -107,7 +100,8 @@ def jsd(*, student_logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> T
         return forward_kl(student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs)
     if beta == 1.0:
         return reverse_kl(student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs)
-    mixture = _log_mixture(teacher_logprobs, student_logprobs, beta)
+    # Detached: the derivative through m is -sum_v dm_v, and the probabilities of m always sum to one.
+    mixture = _log_mixture(teacher_logprobs, student_logprobs, beta).detach()
     return beta * _kl(teacher_logprobs, mixture) + (1.0 - beta) * _kl(student_logprobs, mixture)
 
 

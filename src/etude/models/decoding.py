@@ -10,6 +10,7 @@ block.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -122,25 +123,32 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
         >>> inverse_cdf(torch.tensor([[0.5, 0.0, 0.5]]).expand(3, 3), torch.tensor([0.49, 0.5, 0.99]))
         tensor([0, 2, 2])
     """
-    num_rows, vocab_size = probs_BV.shape
     probs_BV = probs_BV.to(torch.promote_types(torch.float32, probs_BV.dtype))
-    blocks_BKv = functional.pad(probs_BV, (0, -vocab_size % BLOCK)).view(num_rows, -1, BLOCK)
-    mass_BK = blocks_BKv.sum(-1)
-    target_B = uniforms_B.to(mass_BK) * mass_BK.sum(-1)
-    block_B = _first_beyond(mass_BK, target_B)
-    earlier_BK = torch.arange(mass_BK.shape[1], device=mass_BK.device) < block_B[:, None]
-    inside_Bv = blocks_BKv[torch.arange(num_rows, device=mass_BK.device), block_B]
-    return block_B * BLOCK + _first_beyond(inside_Bv, target_B - (mass_BK * earlier_BK).sum(-1))
+    uniforms_B = uniforms_B.to(probs_BV)
+    num_rows, vocab_size = probs_BV.shape
+    if vocab_size <= BLOCK:
+        cumulative_BV = probs_BV.cumsum(-1)
+        return _first_beyond(cumulative_BV, uniforms_B * cumulative_BV[:, -1])
+    num_whole = vocab_size // BLOCK
+    head_BV, tail_Bv = probs_BV.tensor_split([num_whole * BLOCK], dim=-1)  # views: padding would copy everything
+    mass_BK = torch.cat([head_BV.unflatten(-1, (num_whole, BLOCK)).sum(-1), tail_Bv.sum(-1, keepdim=True)], dim=-1)
+    cumulative_BK = mass_BK.cumsum(-1)
+    target_B = uniforms_B * cumulative_BK[:, -1]
+    block_B = _first_beyond(cumulative_BK, target_B)
+    earlier_B = pick(functional.pad(cumulative_BK, (1, 0)), block_B)  # the mass of the blocks before
+    ids_Bv = block_B[:, None] * BLOCK + torch.arange(BLOCK, device=block_B.device)
+    inside_Bv = probs_BV.gather(-1, ids_Bv.clamp(max=vocab_size - 1)).masked_fill(ids_Bv >= vocab_size, 0.0)
+    return block_B * BLOCK + _first_beyond(inside_Bv.cumsum(-1), target_B - earlier_B)
 
 
-def _first_beyond(mass_BK: Tensor, target_B: Tensor) -> Tensor:
-    """[B] first column with mass whose cumulative sum exceeds the target; the last column with mass if none does."""
-    has_mass_BK = mass_BK > 0
-    beyond_BK = (mass_BK.cumsum(-1) > target_B[:, None]) & has_mass_BK
-    columns_K = torch.arange(mass_BK.shape[1], device=mass_BK.device)
-    first_B = torch.where(beyond_BK, columns_K, mass_BK.shape[1]).amin(-1)
-    last_B = torch.where(has_mass_BK, columns_K, 0).amax(-1)
-    return torch.minimum(first_B, last_B)
+def _first_beyond(cumulative_BK: Tensor, target_B: Tensor) -> Tensor:
+    """[B] first column whose cumulative sum exceeds the target; such a column has mass of its own.
+
+    The target is held below the total, so that there is one: the last column with mass, if need be.
+    """
+    below_B = torch.minimum(target_B, cumulative_BK[:, -1] * (1.0 - torch.finfo(cumulative_BK.dtype).eps))
+    columns_B = torch.searchsorted(cumulative_BK, below_B[:, None], right=True).squeeze(-1)
+    return columns_B.clamp(max=cumulative_BK.shape[-1] - 1)  # no column is beyond NaN; the sampler reports that one
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -167,20 +175,15 @@ def decode(decoding: AbstractDecoding, uniforms_BC: Tensor, settings: SamplingSe
     Returns:
         One completion a row, in the rows' order, on the CPU.
     """
-    num_rows = uniforms_BC.shape[0]
-    ids_BC = torch.zeros(num_rows, settings.max_new_tokens, dtype=torch.int64)
-    behaviour_BC, raw_BC = torch.zeros(2, num_rows, settings.max_new_tokens).unbind()
-    lengths_B = torch.full((num_rows,), settings.max_new_tokens)
-    stopped_B = torch.zeros(num_rows, dtype=torch.bool)
+    rows_b = torch.arange(uniforms_BC.shape[0])
+    stopped_B = torch.zeros(uniforms_BC.shape[0], dtype=torch.bool)
     stop_ids = torch.tensor(settings.stop_ids, dtype=torch.int64)
-    rows_b = torch.arange(num_rows)
+    written: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for step in range(settings.max_new_tokens):
         ids_b, behaviour_b, raw_b = _draw(decoding.next_logits(), uniforms_BC[rows_b, step], settings)
-        ids_BC[rows_b, step] = ids_b.cpu()
-        behaviour_BC[rows_b, step], raw_BC[rows_b, step] = behaviour_b.float().cpu(), raw_b.float().cpu()
-        stops_b = torch.isin(ids_BC[rows_b, step], stop_ids)
-        lengths_B[rows_b[stops_b]] = step + 1
-        stopped_B[rows_b[stops_b]] = True
+        written.append((rows_b, ids_b, behaviour_b, raw_b))
+        stops_b = torch.isin(ids_b.cpu(), stop_ids)
+        stopped_B[rows_b] = stops_b
         if stops_b.all() or step + 1 == settings.max_new_tokens:
             break
         if stops_b.any():
@@ -190,20 +193,29 @@ def decode(decoding: AbstractDecoding, uniforms_BC: Tensor, settings: SamplingSe
             decoding.keep(kept_b)
             ids_b = ids_b[kept_b]
         decoding.append(ids_b)
-    return [
-        Completion(
-            ids_BC[row, :length].clone(),
-            behaviour_BC[row, :length].clone(),
-            raw_BC[row, :length].clone(),
-            FinishReason.STOP if stopped_B[row] else FinishReason.LENGTH,
-        )
-        for row, length in enumerate(lengths_B.tolist())
-    ]
+    return _by_row(written, stopped_B)
 
 
 def _draw(logits_bV: Tensor, uniforms_b: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, their log-probabilities under the distribution sampled from, and the model's own; [b] each."""
-    raw_bV = next_token_logprobs(logits_bV)
-    behaviour_bV = raw_bV if settings.unchanged else sampling_logprobs(logits_bV, settings)
-    ids_b = inverse_cdf(behaviour_bV.exp(), uniforms_b)
-    return ids_b, pick(behaviour_bV, ids_b), pick(raw_bV, ids_b)
+    # In place, and back to logarithms for the drawn ids alone: tensors as wide as the vocabulary are what costs here.
+    probs_bV = sampling_logprobs(logits_bV, settings).exp_()
+    ids_b = inverse_cdf(probs_bV, uniforms_b)
+    behaviour_b = pick(probs_bV, ids_b).log()
+    raw_b = behaviour_b if settings.unchanged else pick(next_token_logprobs(logits_bV), ids_b)
+    return ids_b, behaviour_b, raw_b
+
+
+def _by_row(written: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], stopped_B: Tensor) -> list[Completion]:
+    """From one (rows, ids, behaviour, raw) a step to one completion a row."""
+    rows_n, ids_n, behaviour_n, raw_n = (torch.cat(column).cpu() for column in zip(*written, strict=True))
+    order_n = rows_n.argsort(stable=True)  # rows in order, and each row's tokens as they were written
+    lengths = rows_n.bincount(minlength=len(stopped_B)).tolist()
+    columns = [column[order_n].split(lengths) for column in (ids_n, behaviour_n.float(), raw_n.float())]
+    return [
+        Completion(
+            *(values.clone() for values in row),  # not views, which would keep the whole batch alive
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+        )
+        for *row, stopped in zip(*columns, stopped_B.tolist(), strict=True)
+    ]

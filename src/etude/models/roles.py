@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -59,6 +60,24 @@ class AbstractBackbone(nn.Module, ABC):
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write a folder that loads again with the engine's own loader."""
+
+    @abstractmethod
+    def restore(self, folder: Path) -> None:
+        """Take back the weights that `save` wrote, bit for bit and in place."""
+
+    def copy_as(self, dtype: str) -> AbstractBackbone:
+        """A second model with the present weights in another precision, to write with: no gradients, evaluation mode.
+
+        Parameters only are cast: a rotary table in bfloat16 would put late tokens in wrong places.
+        """
+        copy = deepcopy(self).eval().requires_grad_(False)
+        for parameter in copy.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        return copy
+
+    def load_weights_from(self, other: AbstractBackbone) -> None:
+        """Take over the present weights of `other`, of which this is a copy, each cast to the precision it has here."""
+        self.load_state_dict(other.state_dict())
 
     @property
     def device(self) -> torch.device:
@@ -110,3 +129,7 @@ class AbstractStudent(ABC):
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the student as a folder that transformers (or peft, for an adapter) loads."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Take back the weights that `save` wrote, bit for bit and in place."""

@@ -7,6 +7,7 @@ and `recipes/build.py` resolves the stop ids once and hands them in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,10 +16,11 @@ from etude.axes.names import FinishReason, Source
 from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, NonFiniteError, RecipeError
 from etude.models.decoding import Completion, SamplingSettings, decode
+from etude.models.forward import evaluating
 from etude.models.roles import AbstractBackbone, AbstractSampler, AbstractStudent
 from etude.runtime.seeds import Key
 
-__all__ = ["InProcessSampler", "SamplingSettings", "dataset_rollouts"]
+__all__ = ["InProcessSampler", "SamplingSettings"]
 
 
 class InProcessSampler(AbstractSampler):
@@ -94,7 +96,7 @@ class InProcessSampler(AbstractSampler):
         return [self._rollout(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
     def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
-        if not bool(completion.raw_logprobs.isfinite().all()):
+        if not math.isfinite(completion.raw_logprobs.sum().item()):
             raise NonFiniteError(
                 f"while row {prompt.row} was written with weights version {self.version}, the {self.source}'s logits "
                 "were not finite; its weights are damaged, so go back to an earlier checkpoint"
@@ -119,24 +121,3 @@ class InProcessSampler(AbstractSampler):
                     f"makes {length + new_tokens}, and the {self.source}'s context window holds {window}; lower "
                     "data.max_prompt_tokens or sampler.max_new_tokens"
                 )
-
-
-def dataset_rollouts(prompts: Sequence[Prompt], version: int) -> list[Rollout]:
-    """The dataset's own answers as rollouts: nobody sampled them, so they have no behaviour log-probabilities.
-
-    Args:
-        prompts: each with its `completion_ids`.
-        version: student weights version at the time.
-
-    Raises:
-        DataError: a prompt has no answer.
-    """
-    rollouts: list[Rollout] = []
-    for prompt in prompts:
-        if prompt.completion_ids is None:
-            raise DataError(
-                f"the prompt of row {prompt.row} has no completion to train on; give the data a completion column, or "
-                "let the student write every row (sampler.student_fraction = 1.0)"
-            )
-        rollouts.append(Rollout(prompt, prompt.completion_ids, Source.DATASET, FinishReason.STOP, version))
-    return rollouts

@@ -35,7 +35,7 @@ class TableBackbone(AbstractBackbone):
         logits_SV: [S, V] float32 or float64: row s holds the logits of the token after token s. Copied.
 
     Raises:
-        ModelError: the table is not two-dimensional, or has fewer states than ids.
+        ModelError: the table is not two-dimensional, has fewer states than ids, or holds a number that is not finite.
     """
 
     context_window = None
@@ -43,7 +43,12 @@ class TableBackbone(AbstractBackbone):
     def __init__(self, logits_SV: Tensor) -> None:
         super().__init__()
         if logits_SV.ndim != 2 or logits_SV.shape[0] < logits_SV.shape[1]:
-            raise ModelError(f"the table has shape {tuple(logits_SV.shape)}; expected [states, ids], a state for each id")
+            raise ModelError(
+                f"the table has shape {tuple(logits_SV.shape)}; expected [states, ids], a state for each id"
+            )
+        if not bool(logits_SV.isfinite().all()):
+            # A one-hot state multiplies every row of the table, and 0 * -inf is NaN.
+            raise ModelError("the table holds logits that are not finite; for an impossible id write -1000")
         self.num_states, self.vocab_size = logits_SV.shape
         self.weight_VS = nn.Parameter(logits_SV.detach().T.contiguous().clone())
 
@@ -68,6 +73,9 @@ class TableBackbone(AbstractBackbone):
         """Write the table into a folder that `TableBackbone.load` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({"logits_SV": self.weight_VS.detach().T.contiguous()}, folder / FILE_NAME)
+
+    def restore(self, folder: Path) -> None:
+        self.load_weights_from(TableBackbone.load(folder))
 
     @classmethod
     def load(cls, folder: Path) -> TableBackbone:

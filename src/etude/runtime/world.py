@@ -90,7 +90,6 @@ class World:
         return DistributedDataParallel(
             module,
             device_ids=[device] if device.type == "cuda" else None,
-            broadcast_buffers=False,  # a language model's buffers are constants
             gradient_as_bucket_view=True,  # one copy of the gradients, not two
         )
 
@@ -112,9 +111,7 @@ class World:
         longest = max(int(length) for length in lengths)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         distributed.all_gather(parts, torch.cat([payload, payload.new_zeros(longest - payload.numel())]))
-        return [
-            part[: int(length)].numpy().tobytes().decode() for part, length in zip(parts, lengths, strict=True)
-        ]
+        return [part[: int(length)].numpy().tobytes().decode() for part, length in zip(parts, lengths, strict=True)]
 
     def _distributed(self) -> ModuleType:
         """`torch.distributed` with its process group running."""

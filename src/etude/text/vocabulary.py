@@ -8,7 +8,7 @@ part of it. Nothing here looks at weights or knows whose tokenizer it is beyond 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from etude.errors import ModelError, PairError
 
@@ -83,7 +83,8 @@ def stop_ids(
         ModelError: there is none; an extra one is not one token; or the generation settings name an ordinary word,
             as a folder does whose settings were left at the library's defaults.
     """
-    found: list[int] = [] if tokenizer.eos_token_id is None else [_one_id(tokenizer.eos_token_id)]
+    eos_id = cast("int | None", tokenizer.eos_token_id)
+    found = [] if eos_id is None else [eos_id]
     found += _folder_stop_ids(tokenizer, generation_config)
     found += [_stop_id(tokenizer, token) for token in extra_stop_tokens]
     if not found:
@@ -102,13 +103,9 @@ def _named(tokens: dict[int, str], id_: int) -> str:
     return repr(tokens[id_]) if id_ in tokens else "missing"
 
 
-def _one_id(value: int | list[int]) -> int:
-    return value if isinstance(value, int) else value[0]
-
-
 def _folder_stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> list[int]:
     named = None if generation_config is None else generation_config.eos_token_id
-    ids = [named] if isinstance(named, int) else list(named or ())
+    ids: list[int] = [named] if isinstance(named, int) else list(named or ())
     marked = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     for id_ in ids:
         if id_ not in marked:
@@ -122,10 +119,10 @@ def _folder_stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Gene
 
 def _stop_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
     vocabulary = tokenizer.get_vocab()
-    ids = [vocabulary[token]] if token in vocabulary else tokenizer.encode(token, add_special_tokens=False)
-    if len(ids) != 1 or (token not in vocabulary and ids[0] == tokenizer.unk_token_id):
-        raise ModelError(
-            f"sampler.stop names {token!r}, which is {len(ids)} tokens of the tokenizer (or unknown to it); a stop token "
-            "must be exactly one"
-        )
+    if token in vocabulary:
+        return vocabulary[token]
+    ids = tokenizer.encode(token, add_special_tokens=False)  # as text: "\n" is one token under another spelling
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        found = "unknown to the tokenizer" if tokenizer.unk_token_id in ids else f"{len(ids)} of its tokens"
+        raise ModelError(f"sampler.stop names {token!r}, which is {found}; a stop token must be exactly one token")
     return ids[0]

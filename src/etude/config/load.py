@@ -1,0 +1,166 @@
+"""From a recipe file, a shipped recipe's name or a mapping to a checked `Recipe`; torch is never imported.
+
+Four layers, each stronger than the one before: the schema's defaults, the recipe's `method`, the recipe itself, and
+`key=value` overrides. Every error is one sentence that names the layer, the key, what was found and what was expected.
+The Python door, the command line and `etude.recipes` call `load_recipe`.
+
+Relative paths (`data.prompts`; `student.model`, `teacher.model` and `data.dataset` where such a folder exists) are
+looked up from the folder of the recipe file they stand in, and from the current folder for overrides and mappings.
+`output` is always taken from the current folder: runs belong to where one works, not beside the recipe.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from etude.axes.legality import Point, Rule, require_legal
+from etude.config.complaints import nearest, sentence
+from etude.config.draft import COMMAND_LINE, Draft, Setting, parse_override
+from etude.config.methods import METHODS
+from etude.config.plain import leaves
+from etude.config.schema import Recipe
+from etude.config.write import dump_toml
+from etude.errors import LegalityError, RecipeError
+
+__all__ = ["Setting", "dump_toml", "explain", "load_recipe", "shipped_recipes", "verdicts"]
+
+SHIPPED_FOLDER = Path(__file__).parent.parent / "recipes"
+
+RecipeSource = str | Path | Mapping[str, Any]
+
+
+def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        source: a path (ends in `.toml` or has a slash), the name of a shipped recipe, or the settings themselves.
+        overrides: `key=value` with dotted keys; values are read as TOML, bare words as text; `key=` takes a key back to
+            its default.
+
+    Raises:
+        RecipeError: no such file, not TOML, an unknown key, a wrong type, options that contradict each other.
+        LegalityError: a term without a gradient, or with another objective's.
+    """
+    return _load(source, overrides)[0]
+
+
+def explain(source: RecipeSource, overrides: Sequence[str] = ()) -> list[Setting]:
+    """Every value of the recipe with its origin, in the schema's order. Raises as `load_recipe`."""
+    recipe, draft = _load(source, overrides)
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    return [Setting(key, value, draft.origin(key) or "default") for key, value in leaves(table)]
+
+
+def verdicts(recipe: Recipe) -> dict[str, Rule]:
+    """What the legality table says of each term, by its name.
+
+    Raises:
+        LegalityError: a term is refused.
+    """
+    return {
+        term.name: require_legal(
+            Point.of(term, recipe.sampling, recipe.loss.temperature), f'terms.{place} ("{term.name}")'
+        )
+        for place, term in enumerate(recipe.terms)
+    }
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with etude, by name."""
+    return {path.stem: path for path in sorted(SHIPPED_FOLDER.glob("*.toml"))}
+
+
+def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Draft]:
+    name, label, folder, settings = _read(source)
+    changes = [parse_override(text) for text in overrides]
+    draft = Draft()
+    draft.lay(settings, label, folder)
+    _override(draft, changes)
+    if method := draft.settings.get("method"):  # known only now: the other layers go over it once more
+        draft = _from_method(method)
+        draft.lay(settings, label, folder)
+        _override(draft, changes)
+    draft.lay({} if "name" in draft.settings else {"name": name}, "default", folder)
+    try:
+        recipe = Recipe.model_validate(draft.table)
+    except ValidationError as error:
+        raise RecipeError(sentence(error, lambda key: draft.origin(key) or label)) from None
+    try:
+        verdicts(recipe)
+    except LegalityError as error:
+        raise LegalityError(f"{label}: {error}") from None
+    return recipe, draft
+
+
+def _override(draft: Draft, changes: Sequence[tuple[str, Any]]) -> None:
+    for key, value in changes:
+        if value is None:
+            draft.remove(key)
+        else:
+            draft.lay({key: value}, COMMAND_LINE, Path.cwd())
+
+
+def _from_method(method: Setting) -> Draft:
+    if method.value not in METHODS:
+        hint = nearest(str(method.value), METHODS)
+        hint = f"did you mean {hint}?" if hint else f"expected one of {', '.join(METHODS)}"
+        raise RecipeError(f"{method.origin}: unknown method '{method.value}'; {hint}")
+    draft = Draft()
+    draft.lay(METHODS[method.value].settings, f"method {method.value}", Path.cwd())
+    return draft
+
+
+def _read(source: RecipeSource) -> tuple[str, str, Path, Mapping[str, Any]]:
+    """Name of the run if it names none, what errors call the source, where its paths start, and its settings."""
+    if isinstance(source, Mapping):
+        return "run", "recipe", Path.cwd(), source
+    path = find_recipe(source)
+    label = f"recipe {source}" if path.parent == SHIPPED_FOLDER else str(source)
+    return path.stem, label, path.parent, _parse(path, label)
+
+
+def find_recipe(source: str | Path) -> Path:
+    """The file of a recipe named by its path (ends in `.toml` or has a slash) or, if shipped, by its name.
+
+    Raises:
+        RecipeError: there is none; names the nearest shipped recipe.
+    """
+    if isinstance(source, Path) or source.endswith(".toml") or "/" in source or "\\" in source:
+        path = Path(source)
+        if path.is_file():
+            return path
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise RecipeError(f"recipe file {source} {found}; expected a .toml file or a shipped recipe{_near(path.stem)}")
+    shipped = shipped_recipes()
+    if source in shipped:
+        return shipped[source]
+    beside = next((f"./{name}" for name in (source, f"{source}.toml") if Path(name).is_file()), None)
+    hint = f"; did you mean the file {beside}?" if beside else _near(source)
+    raise RecipeError(f"no shipped recipe is called '{source}', and a recipe file is named by its path{hint}")
+
+
+def _near(name: str) -> str:
+    hint = nearest(name, shipped_recipes())
+    return f"; did you mean {hint}?" if hint else f"; shipped are {', '.join(shipped_recipes())}"
+
+
+def _parse(path: Path, label: str) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{label}: byte {error.start} is not UTF-8 text; save the file as UTF-8") from None
+    except OSError as error:
+        raise RecipeError(f"{label}: cannot be read: {error.strerror}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r" \(at line (\d+), column \d+\)", str(error))
+        line = place[1] if place else len(text.splitlines())
+        message = str(error).removesuffix(" (at end of document)").replace(place[0] if place else "", "")
+        raise RecipeError(f"{label}:{line}: {message}") from None

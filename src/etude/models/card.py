@@ -1,0 +1,38 @@
+"""What can be known of a model before its weights are read: tokenizer, context window, the stop ids its folder names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from etude.models.folders import local_folder, read_config, read_tokenizer
+from etude.models.lora import base_of
+from etude.models.shipped import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model as its small files describe it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context_window: int | None  # longest row it can read; None: no limit
+    generation_config: GenerationConfig | None  # read for the stop ids it names, never obeyed
+
+
+def read_card(model: str, *, trust_remote_code: bool = False) -> ModelCard:
+    """Tokenizer, context window and generation defaults of what `load_backbone` would load.
+
+    Raises:
+        ModelError: the model cannot be found or read.
+    """
+    name = resolve(model)
+    folder = local_folder(name)
+    base = (base_of(folder) if folder else None) or name
+    config = read_config(base, trust_remote_code)
+    try:
+        generation_config = GenerationConfig.from_pretrained(base)
+    except OSError:  # most small folders have none
+        generation_config = None
+    window = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return ModelCard(read_tokenizer(name, trust_remote_code), window, generation_config)

@@ -1,0 +1,148 @@
+"""Low-rank adapters: put on, read out as plain weights, saved and taken back. The only importer of peft.
+
+A model with adapters is a `PeftModel`; what the base model would be with them merged is computed here without touching
+either, so that a sampler can write with a plain copy while the adapters go on learning. `models/backbone.py` calls it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from etude.errors import ExtraMissing, ModelError
+from etude.models.folders import local_folder
+from etude.runtime.seeds import derive
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"  # peft's own name for the first adapter; there is only one
+CONFIG_FILE = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """What is put beside the frozen weights."""
+
+    rank: int
+    alpha: float  # the adapter's output is multiplied by alpha / rank
+    dropout: float = 0.0  # before the adapter, in training mode
+    target_modules: str | Sequence[str] = "all-linear"  # names of modules; "all-linear": every linear one but the head
+    seed: int = 0  # of the first values
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
+    """The model with fresh adapters, which alone are trainable; its output is unchanged until they are trained.
+
+    Raises:
+        ExtraMissing: peft is not installed.
+        ModelError: the modules named do not exist, or the output head is among them.
+    """
+    peft = _peft("student.lora")
+    targets = settings.target_modules
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):  # peft draws from the process's generator, of which no run may depend
+        torch.manual_seed(derive(settings.seed, "lora"))
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise ModelError(
+                f"student.lora.target_modules = {targets!r} does not fit {type(model).__name__}: "
+                f'{str(error).splitlines()[0]}; name modules it has, or write "all-linear"'
+            ) from None
+    _refuse_on_head(model, targets)
+    return adapted
+
+
+def _refuse_on_head(model: PreTrainedModel, targets: object) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise ModelError(
+            f"student.lora.target_modules = {targets!r} puts an adapter on the output head, whose weight the loss "
+            'reads as it is; leave the head out ("all-linear" does)'
+        )
+
+
+def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
+    """Whether these are a base model and adapters; asks without importing peft."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def effective_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """(name in the base model, weight with its adapter merged), one after the other; the model stays as it is."""
+    from peft.tuners.lora import LoraLayer
+
+    base = model.get_base_model()
+    adapted: dict[str, Any] = {name: part for name, part in base.named_modules() if isinstance(part, LoraLayer)}
+    for key, weight in base.state_dict().items():
+        if ".lora_" in key:
+            continue
+        name = key.replace(".base_layer.", ".")
+        module_name, _, kind = name.rpartition(".")
+        if kind == "weight" and module_name in adapted:
+            weight = weight + adapted[module_name].get_delta_weight(ADAPTER)
+        yield name, weight
+
+
+def merged_copy(model: PeftModel) -> PreTrainedModel:
+    """A plain model of its own, with the adapters merged into its weights."""
+    copy = deepcopy(model)
+    return copy.merge_and_unload()  # pyright: ignore[reportCallIssue]: handed on to the tuner
+
+
+def save_adapters(model: PeftModel, folder: Path) -> None:
+    """An adapter folder, which names its base model."""
+    # peft would otherwise look the base model up on the hub, to learn whether its embedding was resized.
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+def restore_adapters(model: PeftModel, folder: Path) -> None:
+    """Take back the adapter weights of a folder that `save_adapters` wrote, bit for bit."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+
+
+def base_of(name: str) -> str:
+    """The model whose weights a name means: of an adapter folder the base it names, of any other name itself.
+
+    Raises:
+        ModelError: the adapter folder names no base model.
+    """
+    folder = local_folder(name)
+    if folder is None or not (folder / CONFIG_FILE).is_file():
+        return name
+    base = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"the adapter folder {name} names no base model; write it into its {CONFIG_FILE}")
+    return base
+
+
+def merge_folder(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The base model with the adapter of a folder merged into its weights."""
+    peft = _peft(f"the adapter folder {name}")
+    return peft.PeftModel.from_pretrained(model, str(local_folder(name))).merge_and_unload()
+
+
+def _peft(purpose: str) -> ModuleType:
+    try:
+        import peft
+    except ImportError:
+        raise ExtraMissing("peft", "lora", purpose) from None
+    return peft

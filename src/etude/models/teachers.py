@@ -1,0 +1,84 @@
+"""Who judges, in this process: a frozen model that marks each completion token of finished rows.
+
+It runs each row once and hands over what a term needs, sampled-token log-probabilities or hidden states (with its head,
+the exact full vocabulary at D numbers a token). It knows no student, no loss and no tokenizer; `recipes/build.py` makes
+it and the loop calls `score`.
+
+Legend: C completion tokens of a row, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from etude.axes.names import Gives
+from etude.core.linear import OutputHead
+from etude.core.records import Rollout, Scores
+from etude.errors import PairError
+from etude.models.forward import completion_logprobs, completion_states, evaluating, first_too_long
+from etude.models.roles import AbstractBackbone, AbstractTeacher
+
+
+class FrozenTeacher(AbstractTeacher):
+    """A model that never changes: in evaluation mode, without gradients, whatever is done to the student.
+
+    Args:
+        name: the teacher's name in the recipe.
+        backbone: its model; from now on it belongs to this teacher, so it must share no module with the student.
+        tokens_per_batch: padded tokens of one forward pass.
+    """
+
+    gives = frozenset({Gives.SAMPLED_LOGPROBS, Gives.HIDDEN_STATES})
+
+    def __init__(self, name: str, backbone: AbstractBackbone, *, tokens_per_batch: int = 8192) -> None:
+        self.name = name
+        self.backbone = backbone.eval().requires_grad_(False)
+        self.tokens_per_batch = tokens_per_batch
+
+    def score(self, rollouts: Sequence[Rollout], needs: frozenset[Gives], temperature: float) -> list[Scores]:
+        """Marks in the rollouts' order, on the CPU, with exactly the needed fields.
+
+        Args:
+            rollouts: rows of any lengths; they are read in batches of like length.
+            needs: what to hand over, from `gives`.
+            temperature: the loss temperature, for `sampled_logprobs`; hidden states do not depend on it.
+
+        Raises:
+            PairError: `needs` holds what this teacher does not give, or a row exceeds its context window.
+            NonFiniteError: its hidden states are not finite.
+        """
+        self._require(rollouts, needs)
+        if not needs:
+            return [Scores(self.name) for _ in rollouts]
+        marks: dict[int, Scores] = {}
+        with torch.no_grad(), evaluating(self.backbone):
+            for indices, states in completion_states(self.backbone, rollouts, self.tokens_per_batch):
+                rows = [rollouts[index] for index in indices]
+                logprobs = [None] * len(rows)
+                if Gives.SAMPLED_LOGPROBS in needs:
+                    logprobs = completion_logprobs(states, self.backbone.head(), rows, temperature)
+                kept = [states_CD.cpu() if Gives.HIDDEN_STATES in needs else None for states_CD in states]
+                for index, sampled, hidden in zip(indices, logprobs, kept, strict=True):
+                    marks[index] = Scores(self.name, sampled_logprobs=sampled, hidden=hidden)
+        return [marks[index] for index in range(len(rollouts))]
+
+    def head(self) -> OutputHead:
+        """Over the real vocabulary, without gradients."""
+        return self.backbone.head()
+
+    def _require(self, rollouts: Sequence[Rollout], needs: frozenset[Gives]) -> None:
+        missing = sorted(needs - self.gives)
+        if missing:
+            raise PairError(
+                f"the teacher '{self.name}' gives {', '.join(sorted(self.gives))}, and a term needs "
+                f"{', '.join(missing)}; give the term another support or another teacher"
+            )
+        window = self.backbone.context_window
+        row = first_too_long(rollouts, window)
+        if row is not None:
+            raise PairError(
+                f"row {row.prompt.row} has {row.token_ids.shape[0]} tokens, and the teacher '{self.name}' reads at "
+                f"most {window}; lower data.max_prompt_tokens or sampler.max_new_tokens, or take a teacher that reads more"
+            )

@@ -1,0 +1,231 @@
+"""The one place where a recipe becomes objects, and where needs are matched with gives.
+
+In order of cost, so that nothing heavy is loaded for a recipe that cannot run: terms against teachers, tokenizers
+against each other, data against columns and lengths, and only then weights. Everything below this floor takes plain
+arguments and never sees a recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from etude.axes.names import Gives, Source
+from etude.config.schema import Recipe, TermConfig
+from etude.core.objective import Objective, Term
+from etude.errors import PairError
+from etude.models.backbone import LoraSettings, load_backbone
+from etude.models.mixture import DatasetSampler, MixtureSampler
+from etude.models.roles import AbstractSampler, AbstractTeacher
+from etude.models.sampling import InProcessSampler, SamplingSettings
+from etude.models.student import Student
+from etude.models.teachers import FrozenTeacher
+from etude.recipes.data import Data, read_data
+from etude.recipes.devices import Device, choose_device, choose_threads
+from etude.runtime.tracking import Tracker
+from etude.runtime.world import World
+from etude.training.evaluation import Evaluation
+from etude.training.learner import Learner
+from etude.training.loop import Parts
+from etude.training.stages import Plan, learning_rate_factor
+from etude.training.state import Saver
+
+TEACHER = "teacher"  # the name terms know the model of [teacher] by
+
+
+def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Parts:
+    """Everything a run is made of.
+
+    Raises:
+        UsageError: something does not fit; the sentence says what, where and what to do.
+    """
+    objective = objective_of(recipe)
+    require_gives(objective, {TEACHER: FrozenTeacher.gives} if recipe.teacher else {})
+    data = read_data(recipe)
+    device = choose_device(recipe, world)
+    student = load_student(recipe, device)
+    teacher = load_teacher(recipe, device)
+    choose_threads(recipe.device.threads, num_parameters(student, teacher))
+    settings = sampling_settings(recipe, data.stop_ids)
+    tracker.say(f"sampling: {settings.describe()}")
+    teachers: dict[str, AbstractTeacher] = {TEACHER: teacher} if teacher else {}
+    plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
+    return Parts(
+        student=student,
+        sampler=sampler_of(recipe, student, teacher, settings, device),
+        teachers=teachers,
+        objective=objective,
+        learner=learner_of(recipe, student, objective, teachers, plan, world, device),
+        prompts=partial(data.prompts_of_round, recipe, plan.stage),
+        evaluation=evaluation_of(recipe, data, student, teacher, settings, world, device),
+        plan=plan,
+        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info={"threads": torch.get_num_threads()}),
+        tracker=tracker,
+        world=world,
+        seed=recipe.seed,
+        evaluate_every=recipe.evaluation.every,
+        checkpoint_every=recipe.checkpoint.every,
+    )
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """The recipe's terms; refuses what has no gradient."""
+    return Objective(
+        [term_of(term) for term in recipe.terms],
+        sampling=recipe.sampling,
+        temperature=recipe.loss.temperature,
+        chunk_bytes=recipe.loss.chunk_bytes,
+    )
+
+
+def term_of(config: TermConfig) -> Term:
+    """Key for key: a term's recipe keys are the arguments of `Term`."""
+    return Term(**{name: getattr(config, name) for name in TermConfig.model_fields})
+
+
+def require_gives(objective: Objective, gives: Mapping[str, frozenset[Gives]]) -> None:
+    """Match what terms need with what teachers give, before any weight is loaded."""
+    for name in objective.teachers:
+        missing = objective.needs(name) - gives.get(name, frozenset())
+        if missing:
+            has = ", ".join(sorted(gives.get(name, ()))) or "nothing"
+            raise PairError(
+                f"teacher '{name}' gives {has}, and a term needs {', '.join(sorted(missing))} from it; "
+                "choose a teacher that gives it, or another support for the term"
+            )
+
+
+def num_parameters(student: Student, teacher: FrozenTeacher | None) -> int:
+    """Of the larger model."""
+    backbones = [student.backbone] + ([teacher.backbone] if teacher else [])
+    return max(sum(p.numel() for p in backbone.parameters()) for backbone in backbones)
+
+
+def load_student(recipe: Recipe, device: Device) -> Student:
+    config = recipe.student
+    backbone = load_backbone(
+        config.model,
+        dtype=config.dtype,
+        compute_dtype=device.compute_dtype,
+        device=device.name,
+        keep_layers=config.keep_layers,
+        lora=None if config.lora is None else LoraSettings(**config.lora.model_dump()),
+        activation_checkpointing=config.activation_checkpointing,
+        dropout=config.dropout,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return Student(backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
+
+
+def load_teacher(recipe: Recipe, device: Device) -> FrozenTeacher | None:
+    """The frozen model of [teacher], held in the precision it computes in; None where only labels are trained."""
+    config = recipe.teacher
+    if config is None:
+        return None
+    backbone = load_backbone(
+        config.model, dtype=device.teacher_dtype, device=device.name, trust_remote_code=config.trust_remote_code
+    )
+    return FrozenTeacher(TEACHER, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
+
+
+def sampling_settings(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingSettings:
+    """Every field the sampler uses, said outright; the model folder adds none but the ids that end an answer."""
+    config = recipe.sampler
+    return SamplingSettings(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=stop_ids,
+    )
+
+
+def sampler_of(
+    recipe: Recipe, student: Student, teacher: FrozenTeacher | None, settings: SamplingSettings, device: Device
+) -> AbstractSampler:
+    """Who writes the rows of a round: the student, the dataset, the teacher, or a mixture."""
+    fraction = recipe.sampler.student_fraction
+    writes = InProcessSampler(student.backbone, settings, dtype=device.sampler_dtype) if fraction > 0 else None
+    if recipe.sampler.other is Source.TEACHER:
+        assert teacher is not None  # the schema asks for [teacher]
+        other: AbstractSampler | None = InProcessSampler(teacher.backbone, settings, source=Source.TEACHER)
+    else:
+        other = DatasetSampler() if recipe.sampler.other is Source.DATASET else None
+    if writes is None or other is None:
+        alone = writes or other
+        assert alone is not None  # below 1, the schema names who writes the rest
+        return alone
+    return MixtureSampler(writes, other, fraction)
+
+
+def learner_of(
+    recipe: Recipe,
+    student: Student,
+    objective: Objective,
+    teachers: Mapping[str, AbstractTeacher],
+    plan: Plan,
+    world: World,
+    device: Device,
+) -> Learner:
+    config = recipe.optim
+    optimizer = torch.optim.AdamW(
+        student.trainable_parameters().values(),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+    )
+    heads = {name: head for name, teacher in teachers.items() if (head := teacher.head()) is not None}
+    rate = partial(
+        learning_rate_factor,
+        steps=plan.steps,
+        warmup_steps=config.warmup_steps,
+        schedule=config.schedule,
+        final_fraction=config.final_fraction,
+    )
+    return Learner(
+        student,
+        objective,
+        optimizer,
+        heads=heads,
+        plan=plan,
+        rate=rate,
+        world=world,
+        tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
+        clip_norm=config.clip_norm,
+        scaler=torch.amp.GradScaler("cuda") if device.needs_scaler else None,
+    )
+
+
+def evaluation_of(
+    recipe: Recipe,
+    data: Data,
+    student: Student,
+    teacher: FrozenTeacher | None,
+    settings: SamplingSettings,
+    world: World,
+    device: Device,
+) -> Evaluation:
+    """Held-out measurements: the student's own distribution, whatever the recipe samples with."""
+    own = replace(settings, temperature=1.0, top_p=1.0, top_k=0)
+    greedy = data.verify is not None and recipe.evaluation.greedy
+
+    def sampler(how: SamplingSettings) -> InProcessSampler:
+        return InProcessSampler(student.backbone, how, dtype=device.sampler_dtype)
+
+    return Evaluation(
+        data.held_out,
+        sampler=sampler(own),
+        greedy_sampler=sampler(replace(own, temperature=0.0)) if greedy else None,
+        teacher=teacher,
+        verify=data.verify,
+        decode=data.decode,
+        seed=recipe.seed,
+        world=world,
+        tokens_per_batch=recipe.train.tokens_per_micro_batch,
+        show=recipe.evaluation.show,
+    )

@@ -1,0 +1,197 @@
+"""Optimiser steps from the scored rollouts of a round.
+
+The order that keeps the denominators right: prepare the round once; for each step count the trainable tokens of all its
+rows over all ranks; then run the micro-batches, whose losses are already divided. Head and objective run inside the
+wrapped module's forward, so that data-parallel wrappers see them.
+
+It knows no sampler and no teacher, only their records; the loop calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from etude.core.collate import collate
+from etude.core.linear import OutputHead
+from etude.core.objective import Objective
+from etude.core.records import Batch, Scored
+from etude.core.reduction import term_scales
+from etude.errors import NonFiniteError
+from etude.models.roles import AbstractBackbone, AbstractStudent
+from etude.runtime.world import World
+from etude.training.stages import Plan
+
+MAX_SKIPPED_IN_A_ROW = 3  # a run whose steps keep being non-finite is stopped rather than idled
+
+
+class Marked(nn.Module):
+    """Backbone and objective as one module: the forward pass a data-parallel wrapper sees."""
+
+    def __init__(self, backbone: AbstractBackbone, objective: Objective) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.objective = objective
+
+    def forward(self, batch: Batch, scales_J: Tensor, heads: Mapping[str, OutputHead]) -> tuple[Tensor, Tensor]:
+        """The scaled loss of a micro-batch and its metric sums."""
+        hidden_BTD = self.backbone.hidden_states(
+            batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT
+        )
+        hidden_ND = hidden_BTD.flatten(0, 1)[batch.predicted_from_N]
+        return self.objective.sum(hidden_ND, self.backbone.head(), batch, scales_J, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one optimiser step did."""
+
+    step: int  # steps taken, this one included
+    metrics: dict[str, float]
+    skipped: bool  # the gradient was not finite: weights and optimiser are as before
+
+
+def micro_batches(rows: Sequence[Scored], token_budget: int) -> list[list[Scored]]:
+    """Rows of similar length together, each group's padded size within the budget (a longer row stands alone)."""
+    groups: list[list[Scored]] = []
+    for row in sorted(rows, key=lambda row: -row.rollout.token_ids.shape[0]):
+        # Sorted from the longest, so the first row of a group sets its width.
+        if groups and (len(groups[-1]) + 1) * groups[-1][0].rollout.token_ids.shape[0] <= token_budget:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+class Learner:
+    """Takes optimiser steps on a student.
+
+    Args:
+        student: who learns.
+        objective: what the loss is.
+        optimizer: over `student.trainable_parameters()`, at peak learning rate.
+        heads: by teacher name, the heads that belong to scored hidden states.
+        plan: how a round's rows become steps.
+        rate: learning-rate factor of a step (from 0); see `stages.learning_rate_factor`.
+        tokens_per_micro_batch: padded tokens of one forward and backward.
+        clip_norm: largest global gradient norm; 0 leaves it as it is.
+        scaler: loss scaling for float16.
+    """
+
+    def __init__(
+        self,
+        student: AbstractStudent,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        *,
+        heads: Mapping[str, OutputHead],
+        plan: Plan,
+        rate: Callable[[int], float],
+        world: World,
+        tokens_per_micro_batch: int,
+        clip_norm: float,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.student = student
+        self.objective = objective
+        self.optimizer = optimizer
+        self.heads = heads
+        self.plan = plan
+        self.rate = rate
+        self.world = world
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.clip_norm = clip_norm
+        self.scaler = scaler or torch.amp.GradScaler(student.backbone.device.type, enabled=False)
+        self.skipped_in_a_row = 0
+        self._peak_rates = [group["lr"] for group in optimizer.param_groups]
+        self._module = world.wrap(Marked(student.backbone, objective))
+
+    def prepare(self, scored: Sequence[Scored]) -> list[Scored]:
+        """Weights, masks and advantages of a round, fixed before its first step."""
+        if self.objective.needs_student_logprobs:
+            logprobs = self.student.logprobs([row.rollout for row in scored], self.objective.temperature)
+            scored = [row.with_prepared(student_logprobs=lp) for row, lp in zip(scored, logprobs, strict=True)]
+        return self.objective.prepare(scored)
+
+    def learn(self, prepared: Sequence[Scored], step: int, num_rows: int) -> Iterator[StepReport]:
+        """The steps of a round from number `step` (from 0) on; `num_rows` counts the round's rows over all ranks."""
+        last = min(self.plan.steps, (self.plan.round_of(step) + 1) * self.plan.steps_per_round)
+        for number in range(step, last):
+            update = self.plan.place_of(number) % self.plan.updates_per_round
+            rows = [row for row in prepared if self.plan.update_of(row.rollout.prompt.row, num_rows) == update]
+            yield self._step(rows, number, spare=prepared[0])
+
+    def _step(self, rows: Sequence[Scored], number: int, spare: Scored) -> StepReport:
+        counts_J = self.world.sum(self.objective.counts(rows))
+        scales_J = term_scales(counts_J, self.objective.coefficients, self.world.size)
+        factor = self.rate(number)
+        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = peak * factor
+        sums_M = self.world.sum(self._accumulate(rows, scales_J, spare))
+        norm, skipped = self._clip_and_step()
+        metrics = self.objective.summarise(sums_M) | {
+            "gradient/norm": norm,
+            "gradient/skipped": float(skipped),
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+        }
+        return StepReport(step=number + 1, metrics=metrics, skipped=skipped)
+
+    def _accumulate(self, rows: Sequence[Scored], scales_J: Tensor, spare: Scored) -> Tensor:
+        """Forward and backward of every micro-batch; returns the metric sums of this rank."""
+        groups = micro_batches(rows, self.tokens_per_micro_batch)
+        # Ranks must take part in the same number of backward passes: those with fewer add rows that train nothing.
+        for _ in range(max(self.world.gather_objects([len(groups)])) - len(groups)):
+            groups.append([without_weight(spare)])
+        device = self.student.backbone.device
+        sums_M = torch.zeros(len(self.objective.metric_names), dtype=torch.float64)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._module.train()
+        try:
+            for i, group in enumerate(groups):
+                with self._unsynchronised() if i + 1 < len(groups) else nullcontext():
+                    loss, sums = self._module(collate(group).to(device), scales_J.to(device), self.heads)
+                    self.scaler.scale(loss).backward()
+                if any((row.weights != 0).any() for row in group if row.weights is not None):
+                    sums_M += sums.cpu()
+        finally:
+            self._module.eval()
+        return sums_M
+
+    def _unsynchronised(self):  # noqa: ANN202 - a context manager of torch's own
+        """Gradients of all micro-batches but the last stay on their rank."""
+        return self._module.no_sync() if isinstance(self._module, nn.parallel.DistributedDataParallel) else nullcontext()
+
+    def _clip_and_step(self) -> tuple[float, bool]:
+        """The global gradient norm before clipping, and whether the step was skipped because it is not finite."""
+        self.scaler.unscale_(self.optimizer)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, self.clip_norm or float("inf")).item()
+        skipped = not torch.isfinite(torch.tensor(norm)).item()
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)  # skips by itself, and looks for a scale that fits
+            self.scaler.update()
+        elif not skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._count_skipped(skipped, norm)
+        return norm, skipped
+
+    def _count_skipped(self, skipped: bool, norm: float) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        # A float16 scale starts high on purpose and needs some overflowing steps to settle.
+        allowed = MAX_SKIPPED_IN_A_ROW if not self.scaler.is_enabled() else 10 * MAX_SKIPPED_IN_A_ROW
+        if self.skipped_in_a_row >= allowed:
+            raise NonFiniteError(
+                f"the gradient norm was {norm} in {self.skipped_in_a_row} steps in a row; weights are as they were "
+                "before the first of them; lower optim.learning_rate or use compute_dtype = \"float32\""
+            )
+
+
+def without_weight(row: Scored) -> Scored:
+    """The same row, training nothing."""
+    assert row.weights is not None
+    return replace(row, weights=torch.zeros_like(row.weights))

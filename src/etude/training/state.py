@@ -1,0 +1,108 @@
+"""What a run remembers, and how it is put down and taken up again.
+
+A checkpoint holds the student as a folder its own library loads, the optimiser, the loss scale, the counters, and, inside
+a round, the round's scored rows. No random state is kept: every random number follows from the seed and the step.
+
+`runtime.checkpoints` knows how a folder becomes whole; this file knows what goes into it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.core.records import Scored
+from etude.models.roles import AbstractStudent
+from etude.runtime.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    load_tensors,
+    pack_optimizer,
+    save_tensors,
+    unpack_optimizer,
+)
+from etude.runtime.world import World
+from etude.training.buffers import load_round, save_round
+from etude.training.evaluation import Answer
+from etude.training.learner import Learner
+
+STUDENT_FOLDER = "student"
+
+
+@dataclass(slots=True)
+class State:
+    """Where a run is. Everything else follows from the step."""
+
+    step: int = 0  # optimiser steps taken
+    pending: list[Scored] | None = None  # prepared rows of an unfinished round, this rank's
+    before: dict[str, float] = field(default_factory=dict)  # held-out metrics before the first step
+    after: dict[str, float] = field(default_factory=dict)  # and after the latest evaluation
+    seconds: float = 0.0  # spent so far, over all sittings
+
+
+class Saver:
+    """Checkpoints and sample answers of one run folder. Only the main process writes what all ranks share."""
+
+    def __init__(self, folder: Path, *, keep: int, world: World, info: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.store = CheckpointStore(folder / "checkpoints", keep=keep)
+        self.world = world
+        self.info = info
+        self.clock: Callable[[], float] = lambda: 0.0  # seconds the run has taken so far, over all sittings
+        self._aside = folder / "checkpoints" / f".round-of-rank-{world.rank}"
+
+    def save(self, state: State, student: AbstractStudent, learner: Learner) -> None:
+        """Put everything down; returns when the checkpoint is whole on disk."""
+        if state.pending is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self._aside.mkdir(parents=True)
+            save_round(self._aside, state.pending)
+        self.world.barrier()
+        if self.world.is_main:
+            self.store.save(state.step, lambda folder: self._write(folder, state, student, learner), self.info)
+        self.world.barrier()
+
+    def _write(self, folder: Path, state: State, student: AbstractStudent, learner: Learner) -> None:
+        student.save(folder / STUDENT_FOLDER)
+        tensors, settings = pack_optimizer(learner.optimizer, student.trainable_parameters())
+        save_tensors(folder / "optimizer.safetensors", tensors)
+        facts = {
+            "optimizer": settings,
+            "step": state.step,
+            "before": state.before,
+            "after": state.after,
+            "seconds": self.clock(),
+            "skipped_in_a_row": learner.skipped_in_a_row,
+            "scaler": learner.scaler.state_dict(),
+        }
+        (folder / "state.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        if state.pending is not None:
+            for rank in range(self.world.size):
+                shutil.move(self.store.folder / f".round-of-rank-{rank}", folder / f"round-of-rank-{rank}")
+
+    def restore(self, checkpoint: Checkpoint, student: AbstractStudent, learner: Learner) -> State:
+        """Take everything up again, bit for bit."""
+        student.load(checkpoint.path / STUDENT_FOLDER)
+        facts = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
+        tensors = load_tensors(checkpoint.path / "optimizer.safetensors")
+        unpack_optimizer(learner.optimizer, student.trainable_parameters(), tensors, facts["optimizer"])
+        learner.skipped_in_a_row = facts["skipped_in_a_row"]
+        learner.scaler.load_state_dict(facts["scaler"])
+        pending = load_round(checkpoint.path / f"round-of-rank-{self.world.rank}")
+        return State(facts["step"], pending, facts["before"], facts["after"], facts["seconds"])
+
+    def student_folder(self, step: int) -> Path:
+        """Where the student of that checkpoint lies, as its own library loads it."""
+        return self.store.path(step) / STUDENT_FOLDER
+
+    def keep_answers(self, name: str, step: int, answers: Sequence[Answer]) -> None:
+        """Write `samples/<name>.jsonl`, one answer a line."""
+        if self.world.is_main and answers:
+            folder = self.folder / "samples"
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps({"step": step, **asdict(answer)}, ensure_ascii=False) + "\n" for answer in answers]
+            (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -32,7 +32,7 @@ when-it-helps: $(VENV)/.core  ## where the gap closes, and where off-policy wins
 	$(BIN)/etude experiment when-it-helps
 
 maze-models: $(VENV)/.core  ## make the shipped maze teacher and base student again
-	$(BIN)/etude experiment maze-models
+	$(BIN)/etude experiment make-maze-models
 
 smollm2-controls: $(VENV)/.smollm2  ## the real-model run and its off-policy controls
 	$(BIN)/etude experiment smollm2-controls

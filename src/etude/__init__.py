@@ -3,6 +3,7 @@
 The names below are the whole public door; `etude.core` is usable by itself on plain tensors. Nothing heavy is imported
 before a name is asked for, so that `import etude` is instant.
 
+    >>> from etude import load_recipe
     >>> load_recipe("maze", ["train.steps=20"]).train.steps
     20
 """

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from etude.axes.names import FinishReason, Source
+from etude.core.logprobs import pick
 from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, NonFiniteError, RecipeError
 from etude.models.backbone import TransformersBackbone, load_backbone
+from etude.models.decoding import sampling_logprobs
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.table import TableBackbone
@@ -189,7 +192,7 @@ def tiny_llama(dtype: torch.dtype, *, vocab_size: int = 61, num_rows: int = 64) 
         max_position_embeddings=64,
         initializer_range=0.3,
     )
-    return TransformersBackbone(LlamaForCausalLM(config).to(dtype).eval(), tokenizer_of(vocab_size))
+    return TransformersBackbone(LlamaForCausalLM(config).to(dtype=dtype).eval(), tokenizer_of(vocab_size))
 
 
 def prompts_of_all_lengths() -> list[Prompt]:
@@ -225,17 +228,18 @@ class TestOnTransformers:
         first, second = self.sampler(torch.float64), self.sampler(torch.float64)
         assert ids(first.sample(prompts[:11], KEY) + second.sample(prompts[11:], KEY)) == ids(one)
 
-    def test_raw_logprobs_are_the_models_own(self) -> None:
+    def test_recorded_logprobs_are_the_models_own(self) -> None:
         """Against one unpadded pass over prompt and completion, the last prompt position predicting the first token."""
         backbone = tiny_llama(torch.float64)
         chosen = settings(temperature=0.7, top_k=20, max_new_tokens=9, stop_ids=(3,))
         for rollout in InProcessSampler(backbone, chosen).sample(prompts_of_all_lengths(), KEY):
             with torch.no_grad():
-                logits_TV = backbone.model(rollout.token_ids[None]).logits[0, :, :61]
-            logprobs_CV = logits_TV[rollout.num_prompt_tokens - 1 : -1].log_softmax(-1)
-            expected = logprobs_CV.gather(-1, rollout.completion_ids[:, None]).squeeze(-1).float()
-            torch.testing.assert_close(rollout.raw_logprobs, expected)
-            assert (rollout.behaviour_logprobs >= rollout.raw_logprobs - 2.0).all()  # pyright: ignore
+                logits_TV = backbone.base(rollout.token_ids[None]).logits[0, :, :61]
+            logits_CV = logits_TV[rollout.num_prompt_tokens - 1 : -1]
+            raw_C = pick(logits_CV.log_softmax(-1), rollout.completion_ids)
+            torch.testing.assert_close(rollout.raw_logprobs, raw_C.float())
+            behaviour_C = pick(sampling_logprobs(logits_CV, chosen), rollout.completion_ids)
+            torch.testing.assert_close(rollout.behaviour_logprobs, behaviour_C.float())
 
     def test_filler_rows_are_never_written(self) -> None:
         """The head has 264 rows for 261 ids, and the three fillers would win most draws."""
@@ -296,7 +300,7 @@ def save_one_step_model(folder: Path, probs: Sequence[float]) -> None:
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(1.0)
-        layer = model.model.layers[0]
+        layer: Any = model.model.layers[0]
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
         # The last norm leaves a vector of ones, so a row of the head adds up to its logit.

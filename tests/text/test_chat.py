@@ -94,11 +94,13 @@ def test_text_that_only_looks_like_a_control_token_stays_text(make_tokenizer) ->
 
 
 def test_thinking_tags_are_an_assistants_and_nobody_elses(make_tokenizer) -> None:
-    template = PLAIN + "{# <think> </think> <|note|> #}"
-    tokenizer = make_tokenizer(chat_template=template, added=("<think>", "</think>", "<|note|>", "forty"))
+    template = PLAIN + "{# <think> and </think> #}"
+    added = ("<think>", "</think>", "forty")
+    tokenizer = make_tokenizer(chat_template=template, added=added, eos_token="<|end|>")
     encoder = PromptEncoder(tokenizer)
     completion = encoder.encode_completion("forty what?", "<think>count</think>forty-two")
-    assert tokenizer.decode(completion) == "<think>count</think>forty-two<|end|>" or completion[-1] in (1,)
+    assert completion == ids_of(tokenizer, "<think>count</think>forty-two<|end|>")
+    assert completion[0] == tokenizer.convert_tokens_to_ids("<think>")
     with pytest.raises(DataError, match="'<think>'"):
         encoder.encode("write <think> yourself")
 
@@ -165,15 +167,10 @@ def test_an_end_of_turn_that_stops_nobody_is_refused(make_tokenizer) -> None:
 
 
 def test_a_token_across_the_seam_is_not_written(make_tokenizer) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'th' if add_generation_prompt else '' }}"
-    )
-    tokenizer.chat_template = (
-        "{{ messages[0].content }}th{% if messages|length > 1 %}{{ messages[1].content }}{{ eos_token }}{% endif %}"
-    )
-    assert len(ids_of(tokenizer, "the")) < len(ids_of(tokenizer, "th")) + len(ids_of(tokenizer, "e"))
+    template = "{{ messages[0].content }}th{% if messages[1] %}{{ messages[1].content + eos_token }}{% endif %}"
+    tokenizer = make_tokenizer(chat_template=template)
     encoder = PromptEncoder(tokenizer)
+    assert len(ids_of(tokenizer, "the")) == 1
     assert encoder.encode("x") == ids_of(tokenizer, "xth")
     assert encoder.encode_completion("x", "e") == [*ids_of(tokenizer, "e"), tokenizer.eos_token_id]
 

@@ -3,7 +3,7 @@
 Every term is a `Point`. `judge` walks `RULES` from top to bottom and returns the first that matches:
 
 - *exact*: the expected gradient is that of the named objective;
-- *surrogate*: it is that of a stated stand-in (a clip, a discount between 0 and 1);
+- *surrogate*: it is that of a stated stand-in (a clip, a discount between 0 and 1, advantages a few steps old);
 - *refused*: it is zero, or belongs to another objective. The rule says why and what to write instead.
 
 The recipe loader asks before torch is imported, and `core.objective.Objective` asks again, so that a term built by hand
@@ -104,10 +104,11 @@ class Point:
             "support": self.support,
             "divergence": self.divergence,
             "estimator": self.estimator,
-            "form": self.form or self.default_form or "",
+            "form": (self.form or self.default_form or "") if self.support is Support.SAMPLED else "",
             "importance": self.importance if self.estimator is Estimator.POLICY_GRADIENT else "",
             "rows": self._rows,
             "tokens": self._tokens,
+            "steps": "several" if self.sampling.steps_per_round > 1 else "one",
             "credit": {0.0: "token", 1.0: "sequence"}.get(self.discount, "discounted"),
         }
 
@@ -120,18 +121,20 @@ class Point:
 
     @property
     def _rows(self) -> str:
-        if self.sampling.rows == {Source.STUDENT}:
-            return "student"
-        return "mixed" if Source.STUDENT in self.sampling.rows else "others"
+        """Who wrote the rows the term meets."""
+        rows = self.sampling.rows
+        if not rows:
+            return "none"
+        if Source.STUDENT not in rows:
+            return "others"
+        return "student" if len(rows) == 1 else "mixed"
 
     @property
     def _tokens(self) -> str:
-        """Which distribution the student's rows were drawn from, compared with the one the loss is about."""
-        if self.sampling.top_p < 1.0 or self.sampling.top_k > 0:
+        """Which distribution the student's rows are drawn from, compared with the one the loss is about."""
+        if self.sampling.top_p < 1.0 or self.sampling.top_k > 0 or self.sampling.temperature == 0.0:
             return "truncated"
-        if self.sampling.temperature != self.loss_temperature:
-            return "tempered"
-        return "stale" if self.sampling.steps_per_round > 1 else "own"
+        return "own" if self.sampling.temperature == self.loss_temperature else "tempered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,13 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "no-rows",
+        {"rows": ("none",)},
+        "refused",
+        "nobody in the term's sources writes a row of the round, so it would train nothing",
+        "write sources that the sampler has, or let the sampler write such rows (student_fraction, other)",
+    ),
     Rule(
         "label-divergence",
         {"teacher": ("label",), "divergence": ("reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")},
@@ -185,7 +195,12 @@ RULES: tuple[Rule, ...] = (
         "a state's divergence does not depend on the token that was drawn, so as an advantage its expected gradient is zero",
         'write support = "sampled" (the log-ratio of the drawn token), or estimator = "analytic"',
     ),
-    Rule("full", {"support": ("full",)}, "exact", "the divergence of the whole vocabulary, differentiated"),
+    Rule(
+        "full",
+        {"support": ("full",)},
+        "exact",
+        "the divergence of the whole vocabulary, differentiated at the states the rows visit",
+    ),
     Rule(
         "sampled-divergence",
         {"support": ("sampled",), "divergence": ("forward_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")},
@@ -232,16 +247,23 @@ RULES: tuple[Rule, ...] = (
         "truncated-sampling",
         {"tokens": ("truncated",)},
         "refused",
-        "under top-p or top-k some tokens can never be drawn, and no importance weight restores them",
-        "write top_p = 1 and top_k = 0 in [sampler], or support = \"full\"",
+        "under top-p, top-k or temperature 0 some tokens can never be drawn, and no importance weight restores them",
+        'write top_p = 1, top_k = 0 and a temperature above 0 in [sampler], or support = "full"',
     ),
     Rule(
-        "uncorrected-tokens",
-        {"tokens": ("tempered", "stale"), "importance": ("none", "")},
+        "uncorrected-temperature",
+        {"tokens": ("tempered",), "importance": ("none", "")},
         "refused",
-        "the tokens come from another distribution than today's student at the loss temperature (another sampling "
-        "temperature, or several steps a round) and nothing corrects for it",
-        'write estimator = "policy_gradient" with importance = "ratio", or support = "full"',
+        "the tokens are drawn at another temperature than the loss is about, and nothing corrects for it",
+        'write estimator = "policy_gradient" with importance = "ratio", equal temperatures in [sampler] and [loss], or '
+        'support = "full"',
+    ),
+    Rule(
+        "uncorrected-steps",
+        {"steps": ("several",), "importance": ("none", "")},
+        "refused",
+        "after a round's first step its tokens are those of an older student, and nothing corrects for it",
+        'write estimator = "policy_gradient" with importance = "ratio", one step a round, or support = "full"',
     ),
     Rule(
         "ppo-clip",
@@ -257,9 +279,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "token-ratio-of-returns",
-        {"estimator": ("policy_gradient",), "credit": ("sequence",), "tokens": ("tempered", "stale")},
+        {"estimator": ("policy_gradient",), "credit": ("sequence",), "tokens": ("tempered",)},
         "surrogate",
         "returns reach over later tokens, whose change of distribution the single-token ratio does not see",
+    ),
+    Rule(
+        "advantages-of-the-first-step",
+        {"estimator": ("policy_gradient",), "steps": ("several",)},
+        "surrogate",
+        "advantages are those of the student at the round's first step: the gradient is right there and lags behind later",
     ),
     Rule("sampled", {}, "exact", "a detached log-ratio (or k2, whose update is the same) on the student's own tokens"),
 )

@@ -128,8 +128,8 @@ class DataConfig(Noun):
     )
     verifier: Annotated[str | None, _OF_ROWS] = Field(
         default=None,
-        description='How evaluation compares a text with the answer column: "exact", "number" (the last number of both) '
-        'or "package.module:function". Left out: no accuracy. A task brings its own.',
+        description='How evaluation compares a text with the answer column: "exact", "number" (the last one in both) or '
+        '"package.module:function". Left out: no accuracy. A task brings its own.',
     )
     system_prompt: str | None = Field(default=None, description="A system message before every prompt.")
     template_options: dict[str, Any] = Field(
@@ -138,7 +138,7 @@ class DataConfig(Noun):
     max_prompt_tokens: int = Field(default=512, ge=1, description="Longest prompt, in tokens of the rendered template.")
     long_prompts: Literal["stop", "drop", "cut"] = Field(
         default="stop",
-        description="What becomes of longer ones: stop before step 1, drop the row, or cut the end of its last message.",
+        description="What becomes of longer ones: stop before step 1, drop the row, or cut its last message's end.",
     )
     eval_prompts: Annotated[str | None, _OF_FILE] = Field(default=None, description="A JSONL file of held-out prompts.")
     eval_dataset: Annotated[str | None, _OF_DATASET] = Field(

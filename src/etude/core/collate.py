@@ -39,17 +39,18 @@ def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _teacher_columns(rows: Sequence[Scored], name: str, kept: Sequence[Tensor]) -> TeacherColumns:
     """One teacher's marks, the scored tokens of all rows one after the other; `kept` are bool masks [C] a row."""
+
+    def column(field: str, values: Sequence[Tensor | None]) -> Tensor | None:
+        given = [value[keep] for value, keep in zip(values, kept, strict=True) if value is not None]
+        if len(given) not in (0, len(rows)):
+            raise RecordError(f"teacher '{name}' gave {field} for {len(given)} of a batch's {len(rows)} rows")
+        return torch.cat(given) if given else None
+
     scores = [row.scores[name] for row in rows]
-    columns: list[Tensor | None] = []
-    for field in ("sampled_logprobs", "hidden"):
-        values = [getattr(score, field) for score in scores]
-        if any(value is None for value in values):
-            if any(value is not None for value in values):
-                raise RecordError(f"teacher '{name}' gave {field} for some rows of a batch and not for others")
-            columns.append(None)
-        else:
-            columns.append(torch.cat([value[keep] for value, keep in zip(values, kept, strict=True)]))
-    return TeacherColumns(*columns)
+    return TeacherColumns(
+        sampled_logprobs_N=column("sampled_logprobs", [score.sampled_logprobs for score in scores]),
+        hidden_ND=column("hidden", [score.hidden for score in scores]),
+    )
 
 
 def collate(rows: Sequence[Scored]) -> Batch:
@@ -59,24 +60,29 @@ def collate(rows: Sequence[Scored]) -> Batch:
     part in the step like any other.
 
     Raises:
-        RecordError: a row was not prepared, or a teacher marked only some of the rows.
+        RecordError: a row was not prepared, or a teacher marked some of the rows only.
     """
     ids_BT, mask_BT, positions_BT = pad_rows([row.rollout.token_ids for row in rows])
     width = ids_BT.shape[1]
-    weights, kept = [], []
+    weights, advantages, kept = list[Tensor](), list[Tensor](), list[Tensor]()
     for row in rows:
         if row.weights is None or row.advantages is None:
             raise RecordError(f"row {row.rollout.prompt.row} was not prepared: call Objective.prepare before collate")
+        if row.scores.keys() != rows[0].scores.keys():
+            raise RecordError(
+                f"row {row.rollout.prompt.row} has scores of {sorted(row.scores)} and another row of its batch of "
+                f"{sorted(rows[0].scores)}; every row of a batch is marked by the same teachers"
+            )
         weights.append(row.weights)
+        advantages.append(row.advantages)
         kept.append((row.weights != 0).any(dim=0))
-    if not any(bool(keep.any()) for keep in kept):
+    if not any(keep.any() for keep in kept):
         kept[0] = torch.arange(kept[0].shape[0]) == 0
+    rollouts = [row.rollout for row in rows]
+    lengths = [rollout.num_completion_tokens for rollout in rollouts]
 
     def column(values: Sequence[Tensor]) -> Tensor:
         return torch.cat([value[..., keep] for value, keep in zip(values, kept, strict=True)], dim=-1)
-
-    rollouts = [row.rollout for row in rows]
-    lengths = [rollout.num_completion_tokens for rollout in rollouts]
 
     def optional(values: Sequence[Tensor | None], fill: float) -> Tensor:
         return column(
@@ -94,7 +100,7 @@ def collate(rows: Sequence[Scored]) -> Batch:
         row_N=column([torch.full((n,), b) for b, n in enumerate(lengths)]),
         offset_N=column([torch.arange(n) for n in lengths]),
         weights_JN=column(weights),
-        advantages_JN=column([row.advantages for row in rows if row.advantages is not None]),
+        advantages_JN=column(advantages),
         behaviour_logprobs_N=optional([rollout.behaviour_logprobs for rollout in rollouts], 0.0),
         raw_logprobs_N=optional([rollout.raw_logprobs for rollout in rollouts], float("nan")),
         teachers={name: _teacher_columns(rows, name, kept) for name in rows[0].scores},

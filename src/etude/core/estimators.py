@@ -50,7 +50,7 @@ def returns(rewards_C: Tensor, discount: float) -> Tensor:
 
         >>> c = torch.tensor([1.0, 4.0, 0.5]).log()
         >>> returns(-c, 0.0)
-        tensor([-0.0000, -1.3863,  0.6931])
+        tensor([ 0.0000, -1.3863,  0.6931])
         >>> returns(-c, 0.5)
         tensor([-0.5199, -1.0397,  0.6931])
         >>> returns(-c, 1.0)
@@ -61,14 +61,11 @@ def returns(rewards_C: Tensor, discount: float) -> Tensor:
     """
     if not 0.0 <= discount <= 1.0:
         raise ValueError(f"discount is {discount}; expected 0 (each token alone) to 1 (the whole rest of the row)")
-    if discount == 0.0:
-        return rewards_C.clone()
-    result_C = torch.empty_like(rewards_C)
-    running = torch.zeros((), dtype=rewards_C.dtype)
-    for t in range(rewards_C.shape[0] - 1, -1, -1):  # from the end, so that each step adds one reward
-        running = rewards_C[t] + discount * running
-        result_C[t] = running
-    return result_C
+    running, backwards = 0.0, list[float]()
+    for reward in reversed(rewards_C.tolist()):  # from the end, so that each token adds one reward
+        running = reward + discount * running
+        backwards.append(running)
+    return rewards_C.new_tensor(backwards[::-1])
 
 
 def importance_ratio(*, student_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:

@@ -22,14 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 DEFAULT_CHUNK_BYTES = 256 * 1024 * 1024
 
-# Live V-wide float32 rows per token while a tile is differentiated (softmaxes, mixtures, ratios and their gradients),
-# an upper bound for the most expensive divergence (JSD); tests/core/test_linear.py measures the peak it leads to.
+# V-wide rows alive per token while a tile is differentiated (softmaxes, mixtures, ratios and their gradients). Measured:
+# 11 for the most expensive divergence (skewed reverse KL), 5 more for each further full-support term, 2 for a soft cap.
 _TEMPORARIES = 20
-_INNER_SHARE = 0.5  # of the budget, for the temporaries of the inner tile
+# Of the budget, for the temporaries of the inner tile. On CPUs tiles of 1 to 3 MB a tensor are the fastest, because they
+# stay in the cache; the default budget gives 3 MB.
+_INNER_SHARE = 0.25
 
 Slice = slice
 TokenLoss = Callable[[Tensor, Mapping[str, Tensor], Slice], tuple[Tensor, Tensor]]
@@ -83,7 +86,7 @@ def tile_sizes(vocab_size: int, num_models: int, chunk_bytes: int, bytes_per_log
     A vocabulary of 151,936 ids in float32, student and one teacher, 256 MiB:
 
         >>> tile_sizes(151_936, num_models=2, chunk_bytes=256 * 1024 * 1024)
-        (110, 11)
+        (165, 5)
     """
     row = vocab_size * bytes_per_logit
     inner = max(1, int(chunk_bytes * _INNER_SHARE) // (row * _TEMPORARIES))
@@ -108,15 +111,17 @@ def head_sum(
         token_loss: see `TokenLoss`; must not depend on how the tokens are cut into tiles.
         num_metrics: M, the length of the metric sums `token_loss` returns.
         teachers: by name, a head and the teacher's own hidden states [N, D'].
-        chunk_bytes: budget for all tensors that are as wide as the vocabulary.
+        chunk_bytes: budget for all tensors of tokens x vocabulary. Not in it: the gradient of the head, and one float32
+            copy of each head that is kept in half precision.
 
     Returns:
-        (loss, metrics): a differentiable scalar in the logits' dtype and [M] float64 sums without gradient.
+        (loss, metrics): a scalar in the logits' dtype, differentiable once, and [M] sums without gradient, in float64
+        (float32 on devices that have no float64).
     """
-    loss, metrics = _HeadSum.apply(
-        hidden_ND, head.weight_VD, head.bias_V, head, token_loss, num_metrics, dict(teachers or {}), chunk_bytes
-    )
-    return loss, metrics
+    inputs = (hidden_ND, head.weight_VD, head.bias_V)
+    # Asked here, because inside `forward` grad mode is always off and an evaluation must not pay for gradients.
+    needed = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
+    return _HeadSum.apply(*inputs, head, token_loss, num_metrics, dict(teachers or {}), chunk_bytes, needed)
 
 
 class _HeadSum(torch.autograd.Function):
@@ -133,30 +138,33 @@ class _HeadSum(torch.autograd.Function):
         num_metrics: int,
         teachers: dict[str, tuple[OutputHead, Tensor]],
         chunk_bytes: int,
+        needed: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor]:
         # Autocast would quietly redo the products in half precision.
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            sums = _Sums(hidden_ND, head, num_metrics, ctx.needs_input_grad[:3])
+            sums = _Sums(hidden_ND, head, num_metrics, needed)
             cast_teachers = {name: (h.in_logits_dtype(x), x) for name, (h, x) in teachers.items()}
             outer, inner = tile_sizes(
                 head.vocab_size, 1 + len(teachers), chunk_bytes, bytes_per_logit=sums.loss.element_size()
             )
             for start in range(0, hidden_ND.shape[0], outer):
                 sums.add_tile(slice(start, min(start + outer, hidden_ND.shape[0])), inner, token_loss, cast_teachers)
-        ctx.gradients = (sums.grad_hidden_ND, sums.grad_weight_VD, sums.grad_bias_V)
+        ctx.save_for_backward(sums.grad_hidden_ND, sums.grad_weight_VD, sums.grad_bias_V)  # freed by the backward pass
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         ctx.mark_non_differentiable(sums.metrics)
         return sums.loss, sums.metrics
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_loss = grad_outputs[0]
-        # Scaled before the cast: a float16 run's loss scale must arrive while the gradient is still float32.
+        # Scaled before the cast: a float16 run's loss scale must arrive while the gradient is still float32. Scaled in
+        # place: a second [V, D] would be the largest tensor of the step. (autograd refuses a second pass by itself.)
         scaled = (
-            None if gradient is None else (gradient * grad_loss).to(dtype)
-            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+            None if gradient is None else gradient.mul_(grad_loss).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 class _Sums:
@@ -169,7 +177,8 @@ class _Sums:
         need_hidden, need_weight, need_bias = needed
         self.need_any = any(needed)
         self.loss = torch.zeros((), dtype=dtype, device=device)
-        self.metrics = torch.zeros(num_metrics, dtype=torch.float64, device=device)
+        wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+        self.metrics = torch.zeros(num_metrics, dtype=wide, device=device)
         self.grad_hidden_ND = torch.zeros_like(self.hidden_ND, dtype=dtype) if need_hidden else None
         self.grad_weight_VD = torch.zeros_like(self.head.weight_VD) if need_weight else None
         self.grad_bias_V = torch.zeros_like(self.head.bias_V) if need_bias and self.head.bias_V is not None else None

@@ -37,7 +37,11 @@ ALL_SOURCES = frozenset(Source)
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand of the loss. The defaults are the plain reverse KL of on-policy distillation."""
+    """One summand of the loss. The defaults are the plain reverse KL of on-policy distillation.
+
+    Raises:
+        ValueError: a parameter is missing, out of range, or would do nothing under the other axes.
+    """
 
     name: str = "reverse_kl"  # how metrics call it
     teacher: str = "teacher"  # a teacher's name, or "label": the one-hot label, i.e. cross-entropy
@@ -68,7 +72,28 @@ class Term:
         return self.estimator is Estimator.POLICY_GRADIENT
 
     def divergence_fn(self) -> DivergenceFn:
+        """The divergence with its parameter filled in; per token, knows no mask and no weight."""
         return divergence_fn(self.divergence, beta=self.beta, alpha=self.alpha)
+
+    def __post_init__(self) -> None:
+        def refuse(found: str, expected: str) -> None:
+            raise ValueError(f"term '{self.name}' has {found}; {expected}")
+
+        self.divergence_fn()
+        if self.form is not None and self.support is not Support.SAMPLED:
+            refuse(f"form '{self.form}' with support '{self.support}'", "a form belongs to support 'sampled'")
+        if self.estimator is not Estimator.POLICY_GRADIENT and (
+            self.discount or self.importance is not Importance.NONE
+        ):
+            refuse("a discount or an importance", "both belong to estimator 'policy_gradient'")
+        if not 0.0 <= self.discount <= 1.0:
+            refuse(f"discount {self.discount}", "expected 0 (each token alone) to 1 (the whole rest of the row)")
+        if (self.clip is not None) != (self.importance is Importance.PPO_CLIP):
+            refuse(
+                f"clip {self.clip} with importance '{self.importance}'", "a clip goes with 'ppo_clip' and only with it"
+            )
+        if self.clip is not None and not 0.0 < self.clip < 1.0:
+            refuse(f"clip {self.clip}", "expected a share between 0 and 1")
 
 
 class Objective:
@@ -82,7 +107,7 @@ class Objective:
 
     Raises:
         LegalityError: a term has no gradient, or another objective's.
-        ValueError: no terms, a name twice, a divergence parameter missing or out of range.
+        ValueError: no terms, or a name twice.
     """
 
     def __init__(
@@ -142,11 +167,12 @@ class Objective:
         return [self._prepare_row(row) for row in scored]
 
     def _prepare_row(self, row: Scored) -> Scored:
-        weights, advantages = [], []
+        weights, advantages = list[Tensor](), list[Tensor]()
         for term in self.terms:
             mask_C = row_mask(row.rollout, sources=term.sources, train_truncated=term.train_truncated)
             weights.append(row_weights(mask_C, None, term.reduction))
-            advantages.append(self._advantages(term, row) if term.rewards_needed else torch.zeros_like(weights[-1]))
+            trains = term.rewards_needed and bool(mask_C.any())
+            advantages.append(self._advantages(term, row) if trains else torch.zeros_like(weights[-1]))
         return row.with_prepared(weights=torch.stack(weights), advantages=torch.stack(advantages))
 
     @staticmethod
@@ -157,6 +183,11 @@ class Objective:
             raise RecordError(
                 f"term '{term.name}' needs the log-probabilities of student and teacher '{term.teacher}' for row "
                 f"{row.rollout.prompt.row}; the row has scores of {sorted(row.scores)}"
+            )
+        if term.importance is not Importance.NONE and row.rollout.behaviour_logprobs is None:
+            raise RecordError(
+                f"term '{term.name}' weighs row {row.rollout.prompt.row} by student / behaviour, and the row carries no "
+                "behaviour_logprobs; take them from the sampler that wrote it"
             )
         c = estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=scores.sampled_logprobs)
         return estimators.returns(-c, term.discount)
@@ -194,25 +225,33 @@ class Objective:
         Returns:
             loss (differentiable scalar) and [M] float64 sums, named by `metric_names`.
         """
-        pairs: dict[str, tuple[OutputHead, Tensor]] = {}
-        for name in self.teachers:
-            hidden = batch.teachers[name].hidden_ND
-            if Gives.HIDDEN_STATES in self.needs(name):
-                if hidden is None or name not in teacher_heads:
-                    raise PairError(f"teacher '{name}' gave no hidden states with a head; a full-support term needs both")
-                if teacher_heads[name].vocab_size != head.vocab_size:
-                    raise PairError(
-                        f"teacher '{name}' has {teacher_heads[name].vocab_size} ids and the student "
-                        f"{head.vocab_size}; full support compares the same ids"
-                    )
-                pairs[name] = (teacher_heads[name], hidden)
 
         def token_loss(student_nV: Tensor, teachers_nV: Mapping[str, Tensor], tokens: slice) -> tuple[Tensor, Tensor]:
             return self._tile(student_nV, teachers_nV, tokens, batch, scales_J)
 
+        teachers = self._heads_with_hidden(head.vocab_size, batch, teacher_heads)
         return head_sum(
-            hidden_ND, head, token_loss, len(self.metric_names), teachers=pairs, chunk_bytes=self.chunk_bytes
+            hidden_ND, head, token_loss, len(self.metric_names), teachers=teachers, chunk_bytes=self.chunk_bytes
         )
+
+    def _heads_with_hidden(
+        self, vocab_size: int, batch: Batch, heads: Mapping[str, OutputHead]
+    ) -> dict[str, tuple[OutputHead, Tensor]]:
+        """By name, what makes the logits of each teacher whose full distribution some term needs."""
+        pairs = dict[str, tuple[OutputHead, Tensor]]()
+        for name in self.teachers:
+            if Gives.HIDDEN_STATES not in self.needs(name):
+                continue
+            hidden_ND = batch.teachers[name].hidden_ND if name in batch.teachers else None
+            if hidden_ND is None or name not in heads:
+                raise PairError(f"teacher '{name}' gave no hidden states with a head; a full-support term needs both")
+            if heads[name].vocab_size != vocab_size:
+                raise PairError(
+                    f"teacher '{name}' has {heads[name].vocab_size} ids and the student {vocab_size}; "
+                    "full support compares the same ids"
+                )
+            pairs[name] = (heads[name], hidden_ND)
+        return pairs
 
     def _tile(
         self,
@@ -233,12 +272,14 @@ class Objective:
             loss = loss + scales_J[j].to(loss.dtype) * (weights_n * values_n).sum()
             trained_n = weights_n != 0
             sums += [(shown_n.detach() * trained_n).sum(), trained_n.sum()]
-            if term.importance is Importance.PPO_CLIP and term.clip is not None:
-                ratio_n = (chosen_n.detach() - batch.behaviour_logprobs_N[tokens]).exp()
+            if term.clip is not None:
+                ratio_n = estimators.importance_ratio(
+                    student_logprobs=chosen_n.detach(), behaviour_logprobs=batch.behaviour_logprobs_N[tokens]
+                )
                 cut_n = estimators.clipped(ratio=ratio_n, advantages=batch.advantages_JN[j, tokens], clip=term.clip)
                 sums.append((cut_n & trained_n).sum())
         sums += self._shared_sums(student_nV.detach(), chosen_n.detach(), tokens, batch)
-        return loss, torch.stack([s.to(torch.float64) for s in sums])
+        return loss, torch.stack([s.to(loss.dtype) for s in sums])
 
     def _term_values(
         self,
@@ -274,11 +315,19 @@ class Objective:
     # Metrics --------------------------------------------------------------------------------------------------------
 
     def _shared_sums(self, student_nV: Tensor, chosen_n: Tensor, tokens: slice, batch: Batch) -> list[Tensor]:
-        entropy_n = -(student_nV.exp() * student_nV.clamp(min=torch.finfo(student_nV.dtype).min)).sum(-1)
+        scored_n = (batch.weights_JN[:, tokens] != 0).any(dim=0)  # a batch without work holds one token of no weight
+        entropy_n = -student_nV.exp().mul_(student_nV.clamp(min=torch.finfo(student_nV.dtype).min)).sum(-1)
         raw_n = batch.raw_logprobs_N[tokens]
-        written_n = ~torch.isnan(raw_n)  # rows that carry their writer's log-probabilities
+        # Rows that carry their writer's log-probabilities, which are comparable at temperature 1 only.
+        written_n = scored_n & ~torch.isnan(raw_n) & (self.temperature == 1.0)
         gap_n = torch.where(written_n, (chosen_n - raw_n).abs(), 0.0)
-        return [entropy_n.sum(), chosen_n.sum(), torch.tensor(chosen_n.numel()), gap_n.sum(), written_n.sum()]
+        return [
+            (entropy_n * scored_n).sum(),
+            (chosen_n * scored_n).sum(),
+            scored_n.sum(),
+            gap_n.sum(),
+            written_n.sum(),
+        ]
 
     @cached_property
     def metric_names(self) -> tuple[str, ...]:
@@ -292,7 +341,7 @@ class Objective:
 
     def summarise(self, sums_M: Tensor) -> dict[str, float]:
         """Means from metric sums that were added up over micro-batches and ranks; counts stay counts."""
-        total = dict(zip(self.metric_names, sums_M.tolist(), strict=True))
+        total: dict[str, float] = dict(zip(self.metric_names, sums_M.tolist(), strict=True))
         result = {name: value for name, value in total.items() if name.startswith("tokens/")}
 
         def mean(name: str, count: str) -> None:

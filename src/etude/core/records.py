@@ -10,7 +10,7 @@ N scored tokens of a batch (all rows' completion tokens that some term trains, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,20 @@ def as_ids(ids: Sequence[int] | Tensor) -> Tensor:
     return torch.as_tensor(ids, dtype=torch.int64, device="cpu").reshape(-1)
 
 
-def _check_length(record: str, name: str, values: Tensor | None, expected: int) -> None:
-    if values is not None and values.shape[0] != expected:
+def _check_ids(record: str, ids: Tensor, length: str) -> None:
+    if ids.ndim != 1 or ids.numel() == 0 or ids.dtype != torch.int64:
         raise RecordError(
-            f"{record}.{name} has {values.shape[0]} entries for {expected} completion tokens; "
-            "each completion token has exactly one"
+            f"{record} has shape {tuple(ids.shape)} and dtype {ids.dtype}; expected [{length}] int64, {length} >= 1 "
+            "(as_ids makes it from a list; an answer that stops at once still has its stop id)"
+        )
+
+
+def _check_completion(record: str, values: Tensor | None, expected: int, *, ndim: int = 1, axis: int = 0) -> None:
+    """One entry a completion token along `axis`, and no other number of dimensions: what broadcasts, mixes tokens."""
+    if values is not None and (values.ndim != ndim or values.shape[axis] != expected):
+        raise RecordError(
+            f"{record} has shape {tuple(values.shape)} for {expected} completion tokens; expected {ndim} dimension"
+            f"{'s' * (ndim > 1)} with exactly one entry a completion token in dimension {axis}"
         )
 
 
@@ -40,11 +49,12 @@ class Prompt:
     token_ids: Tensor  # [P] int64: the tokenizer's own template, id for id
     row: int  # global row in the round: with the seed, it alone decides this row's random numbers
     completion_ids: Tensor | None = None  # [C] int64: the dataset's own answer, where it has one
-    example: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the example as loaded; verifiers read their answer here
+    example: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as loaded; verifiers read their answer here
 
     def __post_init__(self) -> None:
-        if self.token_ids.ndim != 1 or self.token_ids.numel() == 0:
-            raise RecordError(f"prompt of row {self.row} has shape {tuple(self.token_ids.shape)}; expected [P], P >= 1")
+        _check_ids(f"the prompt of row {self.row}", self.token_ids, "P")
+        if self.completion_ids is not None:
+            _check_ids(f"the dataset's answer of row {self.row}", self.completion_ids, "C")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,14 +70,10 @@ class Rollout:
     raw_logprobs: Tensor | None = None  # [C] float32: the writer's own, at temperature 1 over the real vocabulary
 
     def __post_init__(self) -> None:
-        length = self.completion_ids.shape[0]
-        if self.completion_ids.ndim != 1 or length == 0:
-            raise RecordError(
-                f"completion of row {self.prompt.row} has shape {tuple(self.completion_ids.shape)}; "
-                "expected [C], C >= 1 (a row that stops at once still has its stop id)"
-            )
-        _check_length("rollout", "behaviour_logprobs", self.behaviour_logprobs, length)
-        _check_length("rollout", "raw_logprobs", self.raw_logprobs, length)
+        row, length = self.prompt.row, self.completion_ids.numel()
+        _check_ids(f"the completion of row {row}", self.completion_ids, "C")
+        _check_completion(f"behaviour_logprobs of row {row}", self.behaviour_logprobs, length)
+        _check_completion(f"raw_logprobs of row {row}", self.raw_logprobs, length)
 
     @property
     def token_ids(self) -> Tensor:
@@ -92,14 +98,16 @@ class Scores:
     """What one teacher says about one rollout: one entry for each completion token, aligned by that token."""
 
     teacher: str  # the teacher's name in the recipe
-    sampled_logprobs: Tensor | None = None  # [C] float32: log-probability of each completion id, at the loss temperature
+    sampled_logprobs: Tensor | None = (
+        None  # [C] float32: log-probability of each completion id, at the loss temperature
+    )
     hidden: Tensor | None = None  # [C, D] float32/bfloat16: the state that predicts each completion id
 
     def check(self, rollout: Rollout) -> None:
         """Raise `RecordError` unless every field has one entry a completion token."""
-        length = rollout.num_completion_tokens
-        for name in ("sampled_logprobs", "hidden"):
-            _check_length(f"scores of teacher '{self.teacher}'", name, getattr(self, name), length)
+        length, whose = rollout.num_completion_tokens, f"of teacher '{self.teacher}' for row {rollout.prompt.row}"
+        _check_completion(f"sampled_logprobs {whose}", self.sampled_logprobs, length)
+        _check_completion(f"hidden {whose}", self.hidden, length, ndim=2)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -110,12 +118,15 @@ class Scored:
     scores: Mapping[str, Scores]  # by teacher name
     weights: Tensor | None = None  # [J, C] float32: each term's mask times weight; zero where the term does not train
     advantages: Tensor | None = None  # [J, C] float32, detached; zero for analytic terms
-    student_logprobs: Tensor | None = None  # [C] float32: today's student before the round's first step, if a term needs it
+    student_logprobs: Tensor | None = None  # [C] float32: the student before the round's first step, if a term needs it
 
     def __post_init__(self) -> None:
+        row, length = self.rollout.prompt.row, self.rollout.num_completion_tokens
         for scores in self.scores.values():
             scores.check(self.rollout)
-        _check_length("scored", "student_logprobs", self.student_logprobs, self.rollout.num_completion_tokens)
+        _check_completion(f"student_logprobs of row {row}", self.student_logprobs, length)
+        _check_completion(f"weights of row {row}", self.weights, length, ndim=2, axis=1)
+        _check_completion(f"advantages of row {row}", self.advantages, length, ndim=2, axis=1)
 
     def with_prepared(self, **fields: Tensor | None) -> Scored:
         """A copy with weights, advantages or student log-probs filled in."""
@@ -128,6 +139,13 @@ class TeacherColumns:
 
     sampled_logprobs_N: Tensor | None  # [N] float32
     hidden_ND: Tensor | None  # [N, D]
+
+    def to(self, device: torch.device | str) -> TeacherColumns:
+        """The same columns on another device."""
+        sampled, hidden = self.sampled_logprobs_N, self.hidden_ND
+        return TeacherColumns(
+            None if sampled is None else sampled.to(device), None if hidden is None else hidden.to(device)
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -153,14 +171,5 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        moved: dict[str, Any] = {}
-        for name in self.__slots__:
-            value = getattr(self, name)
-            moved[name] = value.to(device) if isinstance(value, Tensor) else value
-        moved["teachers"] = {
-            name: TeacherColumns(
-                *(None if c is None else c.to(device) for c in (columns.sampled_logprobs_N, columns.hidden_ND))
-            )
-            for name, columns in self.teachers.items()
-        }
-        return Batch(**moved)
+        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "teachers"}
+        return Batch(**tensors, teachers={name: columns.to(device) for name, columns in self.teachers.items()})

@@ -71,14 +71,7 @@ def read_dataset(
         DataError: there is no such dataset, configuration or split, or a row is bad; names the row, counted from 0.
     """
     place = f"{name}[{split}]"
-    try:
-        rows = _loaded(name, config, split)
-    except (OSError, ValueError, KeyError) as error:  # the library's own errors are subclasses of these
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(
-            f"{place}: the dataset cannot be loaded ({reason[0]}); check data.dataset, dataset_config and split, and "
-            "the connection if it lies on the hub"
-        ) from error
+    rows = _loaded(name, config, split)
     examples = [
         example_from_row(cast("Mapping[str, Any]", row), columns, f"{place} row {number}")
         for number, row in enumerate(rows)
@@ -101,9 +94,7 @@ def example_from_row(row: Mapping[str, Any], columns: Mapping[str, str], where: 
     completion = _optional(row, columns, "completion", where)
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         if completion is not None:
-            raise DataError(
-                f"{where}: has a completion, and its messages end with the assistant's; keep one of the two"
-            )
+            raise DataError(f"{where}: there is a completion, and the messages end with the assistant's; keep one")
         prompt, completion = prompt[:-1], prompt[-1]["content"]
         if not prompt:
             raise DataError(f"{where}: the only message is the assistant's; put the messages it answers before it")
@@ -232,11 +223,19 @@ def _loaded(name: str, config: str | None, split: str) -> Iterable[object]:
         import datasets
     except ImportError as error:
         raise ExtraMissing("datasets", "data", f"data.dataset = '{name}'") from error
-    if (Path(name) / "dataset_dict.json").is_file():
-        return cast("Mapping[str, Iterable[object]]", datasets.load_from_disk(name))[split]
-    if (Path(name) / "state.json").is_file():  # a single dataset, written without splits
-        return datasets.load_from_disk(name)
-    return datasets.load_dataset(name, config, split=split)
+    try:
+        if (Path(name) / "dataset_dict.json").is_file():
+            return cast("Mapping[str, Iterable[object]]", datasets.load_from_disk(name))[split]
+        if (Path(name) / "state.json").is_file():  # a single dataset, written without splits
+            return datasets.load_from_disk(name)
+        return datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the package lets through whatever its many readers raise, StopIteration included
+        cause = error.__cause__ or error
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        raise DataError(
+            f"{name}[{split}]: the dataset cannot be loaded ({reason}); check data.dataset, dataset_config and split, "
+            "and the connection if it lies on the hub"
+        ) from error
 
 
 def _not_empty(examples: list[Example], where: str) -> list[Example]:

@@ -326,7 +326,7 @@ def load_backbone(
         network = only_layers(network, keep_layers)
     if activation_checkpointing:
         _checkpoint_activations(network)
-    adapted: nn.Module = adapters.add_adapters(network, lora) if lora else network
+    adapted: Any = adapters.add_adapters(network, lora) if lora else network
     computing = None if compute_dtype is None else _dtype(compute_dtype)
     return TransformersBackbone(adapted.to(device).eval(), tokenizer, compute_dtype=computing)
 

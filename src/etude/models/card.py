@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from etude.models.folders import local_folder, read_config, read_tokenizer
+from etude.models.folders import read_config, read_generation_config, read_tokenizer
 from etude.models.lora import base_of
 from etude.models.shipped import resolve
 
@@ -27,12 +27,7 @@ def read_card(model: str, *, trust_remote_code: bool = False) -> ModelCard:
         ModelError: the model cannot be found or read.
     """
     name = resolve(model)
-    folder = local_folder(name)
-    base = (base_of(folder) if folder else None) or name
+    base = base_of(name)
     config = read_config(base, trust_remote_code)
-    try:
-        generation_config = GenerationConfig.from_pretrained(base)
-    except OSError:  # most small folders have none
-        generation_config = None
     window = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return ModelCard(read_tokenizer(name, trust_remote_code), window, generation_config)
+    return ModelCard(read_tokenizer(name, trust_remote_code), window, read_generation_config(base))

@@ -1,8 +1,8 @@
 """Who writes, in this process: the same row for the same key, whatever stands around it.
 
-The numbers a row is drawn with depend on the key and the row's own global number only, so that batches, ranks and resumes
-do not change it. The sampler knows no tokenizer, no teacher and no loss; the training loop and the evaluation call it,
-and `recipes/build.py` resolves the stop ids once and hands them in.
+The numbers a row is drawn with depend on the key and the row's own global number only, so that batches, ranks and
+resumes do not change it. The sampler knows no tokenizer, no teacher and no loss; the training loop and the evaluation
+call it, and `recipes/build.py` resolves the stop ids once and hands them in.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from etude.axes.names import FinishReason, Source
+from etude.axes.names import Source
 from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, NonFiniteError, RecipeError
 from etude.models.decoding import Completion, SamplingSettings, decode
@@ -50,15 +50,16 @@ class InProcessSampler(AbstractSampler):
         unknown = [stop_id for stop_id in settings.stop_ids if stop_id >= backbone.vocab_size]
         if unknown:
             raise RecipeError(
-                f"stop ids {unknown} lie beyond the vocabulary of {backbone.vocab_size} ids and could never be written; "
-                "take them from the tokenizer of the model that writes"
+                f"stop ids {unknown} lie beyond the vocabulary of {backbone.vocab_size} ids, so they could never be "
+                "written; take them from the tokenizer of the model that writes"
             )
         self.settings = settings
         self.source = source
         self.version = 0
         self._rows_per_batch = rows_per_batch
-        self._copied = dtype is not None and dtype != str(next(backbone.parameters()).dtype).removeprefix("torch.")
-        self._backbone = backbone.copy_as(dtype) if self._copied else backbone
+        self._backbone, self._copied = backbone, False
+        if dtype is not None and dtype != str(next(backbone.parameters()).dtype).removeprefix("torch."):
+            self._backbone, self._copied = backbone.copy_as(dtype), True
 
     def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
         """One rollout a prompt, in the prompts' order.
@@ -113,11 +114,13 @@ class InProcessSampler(AbstractSampler):
 
     def _require_room(self, prompts: Sequence[Prompt]) -> None:
         window, new_tokens = self._backbone.context_window, self.settings.max_new_tokens
-        for prompt in prompts if window is not None else ():
+        if window is None:
+            return
+        for prompt in prompts:
             length = prompt.token_ids.shape[0]
             if length + new_tokens > window:
                 raise DataError(
-                    f"the prompt of row {prompt.row} has {length} tokens, which with sampler.max_new_tokens = {new_tokens} "
-                    f"makes {length + new_tokens}, and the {self.source}'s context window holds {window}; lower "
-                    "data.max_prompt_tokens or sampler.max_new_tokens"
+                    f"the prompt of row {prompt.row} has {length} tokens, which with sampler.max_new_tokens = "
+                    f"{new_tokens} makes {length + new_tokens}, and the {self.source}'s context window holds {window}; "
+                    "lower data.max_prompt_tokens or sampler.max_new_tokens"
                 )

@@ -1,8 +1,8 @@
 """A table as a language model: the state is the previous token, and each state has its own row of logits.
 
-The smallest backbone there is. Sampler, teacher, student and the chunked objective run on it unchanged, while everything
-about it can be computed exactly by hand; the Markov experiment and many tests stand on that. The table may have more
-states than ids: a prompt that ends with such an extra id begins in a state that no completion can come back to.
+The smallest backbone there is. Sampler, teacher, student and the chunked objective run on it unchanged, while
+everything about it can be computed exactly by hand; the Markov experiment and many tests stand on that. The table may
+have more states than ids: a prompt that ends with such an extra id begins in a state no completion can come back to.
 
 Legend: B rows, T positions, P prompt tokens, S states, V ids that can be written, S >= V.
 """

@@ -79,6 +79,6 @@ class FrozenTeacher(AbstractTeacher):
         row = first_too_long(rollouts, window)
         if row is not None:
             raise PairError(
-                f"row {row.prompt.row} has {row.token_ids.shape[0]} tokens, and the teacher '{self.name}' reads at "
-                f"most {window}; lower data.max_prompt_tokens or sampler.max_new_tokens, or take a teacher that reads more"
+                f"row {row.prompt.row} has {row.token_ids.shape[0]} tokens, and the teacher '{self.name}' reads "
+                f"at most {window}; lower data.max_prompt_tokens or sampler.max_new_tokens, or take another teacher"
             )

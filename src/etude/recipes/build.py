@@ -197,6 +197,7 @@ def learner_of(
         world=world,
         tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
         clip_norm=config.clip_norm,
+        seed=recipe.seed,
         scaler=torch.amp.GradScaler("cuda") if device.needs_scaler else None,
     )
 

@@ -39,7 +39,8 @@ def save_round(folder: Path, rows: Sequence[Scored]) -> None:
         for name, scores in row.scores.items():
             named[f"scores.{name}.sampled_logprobs"] = scores.sampled_logprobs
             named[f"scores.{name}.hidden"] = scores.hidden
-        tensors |= {f"{i}.{name}": value.contiguous() for name, value in named.items() if value is not None}
+        # cloned, because a dataset row shares its completion with its prompt, and safetensors stores no tensor twice
+        tensors |= {f"{i}.{name}": value.clone() for name, value in named.items() if value is not None}
         facts.append(
             {
                 "row": rollout.prompt.row,

@@ -10,8 +10,9 @@ It knows no sampler and no teacher, only their records; the loop calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from etude.core.records import Batch, Scored
 from etude.core.reduction import term_scales
 from etude.errors import NonFiniteError
 from etude.models.roles import AbstractBackbone, AbstractStudent
+from etude.runtime.seeds import derive
 from etude.runtime.world import World
 from etude.training.stages import Plan
 
@@ -79,6 +81,7 @@ class Learner:
         rate: learning-rate factor of a step (from 0); see `stages.learning_rate_factor`.
         tokens_per_micro_batch: padded tokens of one forward and backward.
         clip_norm: largest global gradient norm; 0 leaves it as it is.
+        seed: the recipe's; decides dropout where the student has any.
         scaler: loss scaling for float16.
     """
 
@@ -94,6 +97,7 @@ class Learner:
         world: World,
         tokens_per_micro_batch: int,
         clip_norm: float,
+        seed: int,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.student = student
@@ -105,6 +109,7 @@ class Learner:
         self.world = world
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.clip_norm = clip_norm
+        self.seed = seed
         self.scaler = scaler or torch.amp.GradScaler(student.backbone.device.type, enabled=False)
         self.skipped_in_a_row = 0
         self._peak_rates = [group["lr"] for group in optimizer.param_groups]
@@ -131,7 +136,7 @@ class Learner:
         factor = self.rate(number)
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = peak * factor
-        sums_M = self.world.sum(self._accumulate(rows, scales_J, spare))
+        sums_M = self.world.sum(self._accumulate(rows, scales_J, number, spare))
         norm, skipped = self._clip_and_step()
         metrics = self.objective.summarise(sums_M) | {
             "gradient/norm": norm,
@@ -140,7 +145,7 @@ class Learner:
         }
         return StepReport(step=number + 1, metrics=metrics, skipped=skipped)
 
-    def _accumulate(self, rows: Sequence[Scored], scales_J: Tensor, spare: Scored) -> Tensor:
+    def _accumulate(self, rows: Sequence[Scored], scales_J: Tensor, number: int, spare: Scored) -> Tensor:
         """Forward and backward of every micro-batch; returns the metric sums of this rank."""
         groups = micro_batches(rows, self.tokens_per_micro_batch)
         # Ranks must take part in the same number of backward passes: those with fewer add rows that train nothing.
@@ -152,7 +157,8 @@ class Learner:
         self._module.train()
         try:
             for i, group in enumerate(groups):
-                with self._unsynchronised() if i + 1 < len(groups) else nullcontext():
+                more = i + 1 < len(groups)
+                with self._dropout_of(number, i), self._unsynchronised() if more else nullcontext():
                     loss, sums = self._module(collate(group).to(device), scales_J.to(device), self.heads)
                     self.scaler.scale(loss).backward()
                 if any((row.weights != 0).any() for row in group if row.weights is not None):
@@ -161,7 +167,15 @@ class Learner:
             self._module.eval()
         return sums_M
 
-    def _unsynchronised(self):  # noqa: ANN202 - a context manager of torch's own
+    @contextmanager
+    def _dropout_of(self, number: int, micro_batch: int) -> Iterator[None]:
+        """Dropout draws from torch's global generator; here it depends on the place in the run and on nothing before."""
+        device = self.student.backbone.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(derive(self.seed, "dropout", self.plan.stage, number, micro_batch, self.world.rank))
+            yield
+
+    def _unsynchronised(self) -> AbstractContextManager[Any]:
         """Gradients of all micro-batches but the last stay on their rank."""
         return self._module.no_sync() if isinstance(self._module, nn.parallel.DistributedDataParallel) else nullcontext()
 

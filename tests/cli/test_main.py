@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from etude import __version__
+from etude.cli.main import HELP, VERBS, main
+from etude.config.load import load_recipe, shipped_recipes
+from etude.errors import NonFiniteError, UsageError
+
+HEAVY = ("torch", "transformers", "numpy", "peft", "datasets", "rich")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """A stand-in for `etude.recipes.run` that only notes what it is asked."""
+    noted: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(name: str) -> Any:
+        return lambda *args, **options: noted.append((name, args, options)) or f"{name} was called"
+
+    run = ModuleType("etude.recipes.run")
+    run.__dict__.update({name: note(name) for name in ("train", "check", "export")})
+    monkeypatch.setitem(sys.modules, "etude.recipes.run", run)
+    return noted
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The sentence a wrong command ends with."""
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("etude: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("etude: ").rstrip()
+
+
+# help and mistakes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_every_verb(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert all(f"  etude {verb}" in out for verb in VERBS)
+    assert max(map(len, out.splitlines())) <= 120
+    assert HELP.startswith("On-policy distillation")
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"quickstart"}))
+def test_each_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert main([verb, "--help"]) == 0
+    assert f"usage: etude {verb}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"etude {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tarin"], "unknown verb 'tarin'; did you mean train?"),
+        (["xyzzy"], "unknown verb 'xyzzy'; expected one of quickstart, train,"),
+        (["train"], "train needs a recipe, or all of --student, --teacher and --prompts"),
+        (["train", "--student", "s", "--teacher", "t"], "train needs a recipe, or all of"),
+        (["train", "maze", "--fersh"], "unrecognized arguments: --fersh; `etude train --help` shows the usage"),
+        (["train", "maze", "seed"], "command line: found 'seed'; expected key=value"),
+        (["check", "maze", "--config-only", "sed=1"], "command line: unknown key sed; did you mean seed?"),
+        (["check"], "a recipe is needed first"),
+        (["check", "seed=1"], "a recipe is needed first"),
+        (
+            ["check", "mase"],
+            "no shipped recipe is called 'mase', and a recipe file is named by its path; did you mean maze?",
+        ),
+        (["show", "none.toml"], "recipe file none.toml does not exist"),
+        (["show", "--keys", "optimizer"], "a recipe has no key 'optimizer'; `etude show --keys` lists all"),
+        (["methods", "gdk"], "unknown method 'gdk'; did you mean gkd?"),
+        (["export"], "the following arguments are required: RUN"),
+        (["experiment", "xyzzy"], "unknown experiment 'xyzzy'; expected one of "),
+    ],
+)
+def test_mistakes_are_one_sentence_and_status_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert refused(capsys, *words).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (UsageError("a sentence"), 2, "etude: a sentence\n"),
+        (NonFiniteError("a sentence"), 1, "etude: a sentence\n"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "etude: [Errno 13] Permission denied: '/x'\n"),
+        (ZeroDivisionError("oh"), 1, "etude: ZeroDivisionError: oh (unexpected, so a fault of etude's;"),
+        (KeyboardInterrupt(), 130, "etude: interrupted\n"),
+    ],
+)
+def test_every_error_has_its_status(
+    error: BaseException, status: int, says: str, calls: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_args: Any, **_options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["etude.recipes.run"], "train", fail, raising=True)
+    assert main(["train", "maze"]) == status
+    assert capsys.readouterr().err.startswith(says)
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ETUDE_DEBUG", "1")
+    with pytest.raises(UsageError, match="unknown verb"):
+        main(["xyzzy"])
+
+
+# the verbs ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_a_recipe_with_changes_wherever_options_stand(calls: list[Any]):
+    assert main(["train", "--fresh", "maze", "train.steps=3", "--quiet", "seed=1"]) == 0
+    assert calls == [("train", (load_recipe("maze", ["train.steps=3", "seed=1"]),), {"fresh": True, "quiet": True})]
+
+
+def test_train_without_a_recipe(calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "true").mkdir()  # a name that TOML would read as something else than text
+    words = ["--student", "true", "--teacher", "etude:maze-teacher", "--prompts", "p.jsonl", "train.steps=3"]
+    assert main(["train", *words]) == 0
+    (_, (recipe,), options) = calls[0]
+    assert options == {"fresh": False, "quiet": False}
+    assert recipe.name == "true-from-etude-maze-teacher"
+    assert recipe.student.model == str(tmp_path / "true")
+    assert recipe.teacher.model == "etude:maze-teacher"
+    assert recipe.data.prompts == str(tmp_path / "p.jsonl")
+    assert (recipe.train.steps, recipe.terms[0].divergence, recipe.sampler.student_fraction) == (3, "reverse_kl", 1.0)
+
+
+def test_the_named_options_change_a_recipe_too(calls: list[Any]):
+    assert main(["train", "maze", "--student", "Qwen/Qwen2.5-0.5B"]) == 0
+    assert calls[0][1][0].student.model == "Qwen/Qwen2.5-0.5B"
+
+
+def test_a_recipe_file_with_an_equals_sign_in_its_path(calls: list[Any], tmp_path: Path):
+    path = tmp_path / "lr=1.toml"
+    path.write_text('student.model = "s"\nteacher.model = "t"\ndata.prompts = "p"\n')
+    assert main(["train", str(path), "seed=1"]) == 0
+    assert (calls[0][1][0].name, calls[0][1][0].seed) == ("lr=1", 1)
+
+
+def test_check_config_only_asks_nothing_of_the_run(calls: list[Any], capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "maze", "--config-only"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("term reverse_kl: exact gradient: ")
+    assert "maze: the recipe is sound" in out
+    assert calls == []
+
+
+def test_check(calls: list[Any], capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "maze"]) == 0
+    assert calls == [("check", (load_recipe("maze"),), {})]
+    assert "check was called" in capsys.readouterr().out
+
+
+def test_show_lists_the_shipped_recipes(capsys: pytest.CaptureFixture[str]):
+    assert main(["show"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_recipes())
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_show_prints_a_recipe_that_is_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["show", "smollm2-prune", "train.steps=3"]) == 0
+    out = capsys.readouterr().out
+    assert "steps = 3                                       # command line\n" in out
+    assert "# recipe smollm2-prune\n" in out
+    assert "# default\n" in out
+    (tmp_path / "shown.toml").write_text(out, encoding="utf-8")
+    assert load_recipe(tmp_path / "shown.toml") == load_recipe("smollm2-prune", ["train.steps=3"])
+
+
+def test_show_as_written(capsys: pytest.CaptureFixture[str]):
+    assert main(["show", "starter", "--as-written"]) == 0
+    assert capsys.readouterr().out == shipped_recipes()["starter"].read_text(encoding="utf-8")
+
+
+def test_show_keys(capsys: pytest.CaptureFixture[str]):
+    assert main(["show", "--keys", "optim", "loss"]) == 0
+    out = capsys.readouterr().out
+    assert "optim.learning_rate = 1e-05\n" in out
+    assert "loss.temperature = 1.0\n" in out
+    assert "train.steps" not in out
+
+
+def test_methods(capsys: pytest.CaptureFixture[str]):
+    assert main(["methods"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["method", "sampler", "teacher", "support", "divergence", "estimator", "reduction"]
+    assert "gkd" in [row.split()[0] for row in table]
+    assert main(["methods", "gkd"]) == 0
+    assert "arXiv 2306.13649" in capsys.readouterr().out
+
+
+def test_export(calls: list[Any], capsys: pytest.CaptureFixture[str]):
+    assert main(["export", "runs/x", "--merge"]) == 0
+    assert main(["export", "runs/x", "--to", "there"]) == 0
+    assert calls == [
+        ("export", (Path("runs/x"),), {"to": Path("runs/x/export"), "merge": True}),
+        ("export", (Path("runs/x"),), {"to": Path("there"), "merge": False}),
+    ]
+    assert capsys.readouterr().out == "export was called\n" * 2
+
+
+@pytest.mark.parametrize("words", [["experiment", "quickstart"], ["quickstart"]])
+def test_experiments_get_their_own_words(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    given: list[list[str]] = []
+    experiment = ModuleType("etude.experiments.quickstart")
+    experiment.__dict__["main"] = lambda rest: given.append(rest) or 3
+    monkeypatch.setitem(sys.modules, "etude.experiments.quickstart", experiment)
+    assert main([*words, "--seed", "1"]) == 3
+    assert given == [["--seed", "1"]]
+    assert main(["experiment"]) == 0
+    assert "  quickstart" in capsys.readouterr().out
+
+
+# without torch, at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["check", "maze", "--config-only"],
+        ["show"],
+        ["show", "maze"],
+        ["show", "--keys"],
+        ["methods"],
+        ["methods", "gkd"],
+        ["experiment"],
+        ["xyzzy"],
+    ],
+)
+def test_answers_at_once_and_without_torch(words: list[str]):
+    program = (
+        "import json, resource, sys\n"
+        "from etude.cli.main import main\n"
+        f"main({words!r})\n"
+        "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
+        f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "print(json.dumps({'heavy': heavy, 'seconds': usage.ru_utime + usage.ru_stime}))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["heavy"] == []
+    # Processor time, which other processes on the machine stretch but little; half a second is the promise.
+    assert found["seconds"] < 0.5
+
+
+def test_python_dash_m(tmp_path: Path):
+    command = [sys.executable, "-m", "etude", "check", "none.toml", "--config-only"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("etude: recipe file none.toml does not exist")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m etude show --keys | head -1"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=os.environ)
+    assert ran.stderr == ""

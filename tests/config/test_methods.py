@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from etude.config.load import load_recipe, verdicts
+from etude.config.methods import METHODS
+from etude.config.plain import leaves
+
+LEAST = {"student": {"model": "s"}, "teacher": {"model": "t"}, "data": {"prompts": "/p.jsonl"}}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_makes_a_legal_recipe_that_says_what_the_row_says(name: str):
+    recipe = load_recipe(LEAST | {"method": name})
+    written = dict(leaves(recipe.model_dump(mode="json")))
+    assert {key: written[key] for key, _ in leaves(METHODS[name].settings)} == dict(leaves(METHODS[name].settings))
+    assert [rule.kind for rule in verdicts(recipe).values()] == ["exact"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_is_complete(name: str):
+    method = METHODS[name]
+    assert method.axes.keys() == {"sampler", "teacher", "support", "divergence", "estimator", "reduction"}
+    assert method.line
+    assert method.source
+
+
+def test_rows_as_published():
+    assert METHODS["gkd"].axes["sampler"] == "student 50%, dataset 50%"
+    assert METHODS["seqkd"].axes["sampler"] == "teacher"
+    assert load_recipe(LEAST | {"method": "gkd"}).terms[0].beta == 0.5
+    machines = load_recipe(LEAST | {"method": "thinking-machines"})
+    assert (machines.terms[0].discount, machines.terms[0].importance, machines.terms[0].form) == (0.0, "ratio", "k1")
+    assert machines.sampler.samples_per_prompt == 4
+
+
+def test_opd_is_the_default_recipe():
+    named = load_recipe(LEAST | {"method": "opd"}).model_dump(exclude={"method"})
+    assert named == load_recipe(LEAST).model_dump(exclude={"method"})

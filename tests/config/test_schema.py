@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from etude.axes.legality import Point, Sampling
+from etude.axes.names import Divergence, Estimator, Form, Importance, Source
+from etude.config.noun import fields_below, noun_within
+from etude.config.plain import leaves, nested
+from etude.config.schema import DataConfig, OptimConfig, Recipe, SamplerConfig, TermConfig
+
+LEAST = {"student.model": "s", "teacher.model": "t", "data.prompts": "/p.jsonl"}
+
+
+def recipe(changes: dict[str, Any] | None = None) -> Recipe:
+    """The smallest recipe, with dotted keys changed; None takes one away."""
+    settings = LEAST | dict(leaves(changes or {}))
+    return Recipe.model_validate(nested({key: value for key, value in settings.items() if value is not None}))
+
+
+def term(**fields: Any) -> TermConfig:
+    return TermConfig.model_validate(fields)
+
+
+def test_the_default_recipe_is_on_policy_reverse_kl():
+    (only,) = recipe().terms
+    assert (only.name, only.teacher, only.support, only.divergence, only.estimator) == (
+        "reverse_kl",
+        "teacher",
+        "full",
+        "reverse_kl",
+        "analytic",
+    )
+    assert recipe().sampler.writers == {Source.STUDENT}
+    assert recipe().sampling == Sampling()
+
+
+def test_every_field_says_what_it_is():
+    for key, field in fields_below(Recipe):
+        assert field.description, key
+        assert field.description[0].isupper() or field.description.startswith(("auto", "analytic", "All")), key
+        assert field.description.endswith("."), key
+
+
+def test_defaults_pass_the_schema_themselves():
+    assert Recipe.model_validate(recipe().model_dump()) == recipe()
+
+
+def test_every_table_has_a_docstring():
+    tables = {noun for _, field in fields_below(Recipe) if (noun := noun_within(field.annotation))}
+    assert all(table.__doc__ for table in tables)
+
+
+def test_the_parameters_of_a_divergence():
+    assert (term(divergence="jsd").beta, term(divergence="jsd").alpha) == (0.5, None)
+    assert (term(divergence="skew_reverse_kl").beta, term(divergence="skew_reverse_kl").alpha) == (None, 0.1)
+    assert (term().beta, term().alpha) == (None, None)
+
+
+def test_the_form_follows_the_estimator():
+    assert term(support="sampled").form is Form.K2
+    assert term(support="sampled", estimator="policy_gradient").form is Form.K1
+    assert term().form is None
+
+
+def test_the_parameters_of_the_policy_gradient():
+    analytic, gradient = term(), term(support="sampled", estimator="policy_gradient")
+    assert (analytic.discount, analytic.importance, analytic.clip) == (0.0, Importance.NONE, None)
+    assert (gradient.discount, gradient.importance, gradient.clip) == (0.0, Importance.RATIO, None)
+    assert term(support="sampled", estimator="policy_gradient", importance="ppo_clip").clip == 0.2
+
+
+def test_a_terms_name_is_its_divergence_unless_it_has_one():
+    assert term(divergence="jsd").name == "jsd"
+    assert term(divergence="jsd", name="mine").name == "mine"
+
+
+def test_a_term_is_what_the_legality_table_takes():
+    point = Point.of(term(support="sampled", sources=["student"]), recipe().sampling, loss_temperature=2.0)
+    assert (point.support, point.divergence, point.estimator) == ("sampled", Divergence.REVERSE_KL, Estimator.ANALYTIC)
+    assert (point.form, point.loss_temperature, point.sampling.rows) == (Form.K2, 2.0, {Source.STUDENT})
+
+
+def test_sampling_is_gathered_from_the_tables():
+    changes = {
+        "sampler": {"student_fraction": 0.5, "other": "teacher", "temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        "train": {"updates_per_round": 2, "epochs": 3},
+    }
+    assert recipe(changes).sampling == Sampling(
+        rows=frozenset({Source.STUDENT, Source.TEACHER}), temperature=0.7, top_p=0.9, top_k=5, steps_per_round=6
+    )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "other", "writers"),
+    [
+        (1.0, None, {Source.STUDENT}),
+        (0.5, None, {Source.STUDENT, Source.DATASET}),
+        (0.5, "teacher", {Source.STUDENT, Source.TEACHER}),
+        (0.0, "dataset", {Source.DATASET}),
+        (0.0, "teacher", {Source.TEACHER}),
+    ],
+)
+def test_who_writes(fraction: float, other: str | None, writers: set[Source]):
+    settings = {"student_fraction": fraction} | ({"other": other} if other else {})
+    assert SamplerConfig.model_validate(settings).writers == writers
+
+
+def test_a_constant_schedule_ends_at_its_peak():
+    assert OptimConfig.model_validate({"schedule": "constant"}).final_fraction == 1.0
+    assert OptimConfig().final_fraction == 0.1
+
+
+def test_the_parameters_of_a_source_of_data():
+    file, task = DataConfig(prompts="/p"), DataConfig(task="maze")
+    dataset = DataConfig(dataset="d")
+    assert (file.split, file.task_size, file.eval_task_size) == (None, None, None)
+    assert (dataset.split, dataset.task_size) == ("train", None)
+    assert (task.split, task.task_size, task.eval_task_size) == (None, 1000, 64)
+    assert file.columns == task.columns == {}
+
+
+def test_name_and_output():
+    assert (recipe().name, recipe().output) == ("run", "runs/run")
+    assert recipe({"name": "x"}).output == "runs/x"
+    assert recipe({"name": "x", "output": "there"}).output == "there"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        # one source of data
+        ({"data.prompts": None, "data.verifier": "number"}, "found none of them; expected exactly one of prompts"),
+        ({"data.task": "maze"}, "found prompts and task; expected exactly one"),
+        ({"data.prompts": None, "data.dataset": "d", "data.eval_dataset": "e"}, 'eval_dataset = "e" needs eval_split'),
+        # options that would do nothing
+        ({"data.split": "train"}, 'split = "train" does nothing here, it counts only when dataset is given'),
+        ({"data.dataset_config": "main"}, "only when dataset is given"),
+        ({"data.task_size": 3}, "only when task is given"),
+        ({"data.eval_task_size": 3}, "only when task is given"),
+        ({"data.eval_prompts": "e", "data.eval_size": 3}, "only when held-out rows are split off"),
+        (
+            {"data.prompts": None, "data.task": "maze", "data.verifier": "number"},
+            "only when prompts come from a file or",
+        ),
+        (
+            {"data.prompts": None, "data.task": "maze", "data.columns.prompt": "q"},
+            "only when prompts come from a file or",
+        ),
+        ({"data.prompts": None, "data.dataset": "d", "data.eval_prompts": "e"}, "only when prompts come from a file;"),
+        ({"sampler.other": "teacher"}, 'other = "teacher" does nothing here, it counts only when student_fraction'),
+        ({"sampler.student_fraction": 0, "sampler.samples_per_prompt": 2}, "only repeats rows"),
+        ({"terms.0.beta": 0.1}, 'beta = 0.1 does nothing here, it counts only when divergence is "jsd"'),
+        ({"terms.0.alpha": 0.1}, "only when divergence is a skew one"),
+        ({"terms.0.form": "k2"}, 'only when support is "sampled"'),
+        ({"terms.0.discount": 0.5}, 'only when estimator is "policy_gradient"'),
+        ({"terms.0.importance": "ratio"}, 'only when estimator is "policy_gradient"'),
+        ({"terms.0.clip": 0.1}, 'only when importance is "ppo_clip"'),
+        ({"optim.schedule": "constant", "optim.final_fraction": 0.1}, "only when schedule is not constant"),
+        ({"student.lora.dropout": 0.1}, "lora.dropout = 0.1 does nothing while dropout = false"),
+        # settings that contradict each other
+        ({"student.keep_layers": [0, 0]}, "names a layer twice or out of order"),
+        ({"student.keep_layers": [1, 0]}, "names a layer twice or out of order"),
+        ({"terms": [{}, {}]}, 'terms.1: a second term is called "reverse_kl"'),
+        ({"terms.0.sources": ["dataset"]}, r'terms.0: sources = ["dataset"] trains nothing, rows come from student'),
+        (
+            {"teacher.model": None},
+            'terms.0 ("reverse_kl") compares the student with a teacher and there is no [teacher]',
+        ),
+        (
+            {
+                "teacher.model": None,
+                "sampler": {"student_fraction": 0, "other": "teacher"},
+                "terms.0": {"teacher": "label", "divergence": "forward_kl"},
+            },
+            'sampler.other = "teacher" lets the teacher write and there is no [teacher]',
+        ),
+        ({"train.updates_per_round": 9}, "train.updates_per_round = 9 is more than the 8 rows of a round"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], says: str):
+    with pytest.raises(ValidationError) as caught:
+        recipe(changes)
+    assert any(says in error["msg"] for error in caught.value.errors()), caught.value
+
+
+def test_supervised_fine_tuning_needs_no_teacher():
+    settings = {"teacher": "label", "divergence": "forward_kl"}
+    assert recipe({"teacher.model": None, "sampler.student_fraction": 0, "terms": [settings]}).teacher is None

@@ -47,7 +47,7 @@ lint: $(VENV)/.dev $(VENV)/.tasks  ## style, types and import floors
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.smollm2 $(VENV)-trl/.trl  ## step time and memory beside TRL's
-	$(BIN)/python benchmarks/step_against_trl.py --trl-python $(VENV)-trl/bin/python
+	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python
 
 clean:  ## remove the environments, caches and builds; runs/ stays
 	rm -rf $(VENV) $(VENV)-trl build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -34,6 +34,7 @@ from etude.axes.names import FinishReason, Gives, Source
 from etude.core.linear import OutputHead
 from etude.core.logprobs import next_token_logprobs, pick
 from etude.core.records import Prompt, Rollout, Scores, as_ids
+from etude.errors import PairError
 from etude.models.backbone import TransformersBackbone
 from etude.models.roles import AbstractSampler, AbstractStudent, AbstractTeacher
 from etude.runtime.seeds import Key
@@ -135,7 +136,7 @@ def tiny_backbone(
     kind: Kind = "llama", *, tokenizer: PreTrainedTokenizerBase | None = None, **model: Any
 ) -> TransformersBackbone:
     """`tiny_model(kind, **model)` with a word tokenizer, as a backbone."""
-    return TransformersBackbone(tiny_model(kind, **model), tokenizer or word_tokenizer())
+    return TransformersBackbone(tiny_model(kind, **model), tokenizer or word_tokenizer()).eval()
 
 
 def tiny_folder(
@@ -238,6 +239,8 @@ class CountingTeacher(AbstractTeacher):
         self._logits = counting_logits(base, certainty)
 
     def score(self, rollouts: Sequence[Rollout], needs: frozenset[Gives], temperature: float) -> list[Scores]:
+        if not needs <= self.gives:
+            raise PairError(f"the teacher '{self.name}' does not give {', '.join(sorted(needs - self.gives))}")
         return [self._marks(rollout, needs, temperature) for rollout in rollouts]
 
     def head(self) -> OutputHead:

@@ -216,18 +216,33 @@ def test_export(calls: list[Any], capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "export was called\n" * 2
 
 
-@pytest.mark.parametrize("words", [["experiment", "quickstart"], ["quickstart"]])
-def test_experiments_get_their_own_words(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+@pytest.fixture
+def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A folder of experiments, and the words that its quickstart was given."""
+    (tmp_path / "quickstart.py").write_text('"""Watch it work.\n\nMore."""\n\ndef main(words): ...\n')
+    (tmp_path / "when_it_helps.py").write_text('"""Where the gap closes."""\n\ndef main(words): ...\n')
+    (tmp_path / "shared_part.py").write_text('"""Not a command."""\n')
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr("etude.cli.main.EXPERIMENTS_FOLDER", tmp_path)
     given: list[list[str]] = []
-    experiment = ModuleType("etude.experiments.quickstart")
-    experiment.__dict__["main"] = lambda rest: given.append(rest) or 3
-    monkeypatch.setitem(sys.modules, "etude.experiments.quickstart", experiment)
-    assert main([*words, "--seed", "1"]) == 3
-    assert given == [["--seed", "1"]]
+    module = ModuleType("etude.experiments.quickstart")
+    module.__dict__["main"] = lambda words: given.append(words) or 3
+    monkeypatch.setitem(sys.modules, "etude.experiments.quickstart", module)
+    return given
+
+
+@pytest.mark.parametrize("words", [["experiment", "quickstart"], ["quickstart"]])
+def test_an_experiment_gets_its_own_words_and_gives_the_status(words: list[str], experiments: list[list[str]]):
+    assert main([*words, "--seed", "1", "--help"]) == 3
+    assert experiments == [["--seed", "1", "--help"]]
+
+
+def test_experiments_are_listed_without_being_imported(experiments: Any, capsys: pytest.CaptureFixture[str]):
     assert main(["experiment"]) == 0
-    assert "  quickstart" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "  quickstart     Watch it work.",
+        "  when-it-helps  Where the gap closes.",
+    ]
 
 
 # without torch, at once -----------------------------------------------------------------------------------------------

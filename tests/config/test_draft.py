@@ -49,6 +49,7 @@ def test_origins_follow_the_values():
     draft = draft_of({"optim": {"a": 1, "b": 1}}, {"optim": {"b": 2}})
     assert draft.origin("optim.a") == "layer 0"
     assert draft.origin("optim.b") == "layer 1"
+    assert draft.origin("optim.a.0") == "layer 0"  # an entry of a plain array
     assert draft.origin("optim") is None  # several layers
     assert draft.origin("train.steps") is None  # none
 

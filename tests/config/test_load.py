@@ -64,6 +64,8 @@ def test_a_missing_recipe_names_the_nearest(in_folder: Path, source: str | Path,
         (b"seed = 1\nseed = 2", "bad.toml:2: "),
         (b'seed = 1\n\nname = "open', "bad.toml:3: "),
         (b"[student\n", "bad.toml:1: "),
+        (b"seed = 1" + b"0" * 5000, "bad.toml: cannot be read as TOML: "),
+        (b"seed = " + b"[" * 5000, "bad.toml"),
         (b"seed = 1 #\xff", "bad.toml: byte 10 is not UTF-8 text; save the file as UTF-8"),
     ],
 )
@@ -110,7 +112,7 @@ def test_where_each_value_comes_from():
     assert found["sampler.other"] == found["terms.0.divergence"] == "method gkd"
     assert found["terms.0.beta"] == found["train.steps"] == "command line"
     assert found["optim.learning_rate"] == found["name"] == found["terms.0.name"] == "default"
-    assert origins("maze")["task" if False else "data.task"] == "recipe maze"
+    assert origins("maze")["data.task"] == "recipe maze"
 
 
 def test_a_method_may_be_named_changed_and_taken_away_by_an_override():
@@ -191,8 +193,14 @@ def test_a_second_term_by_overrides():
             "terms.0.beta=0.1",
             'terms.0: beta = 0.1 does nothing here, it counts only when divergence is "jsd"; remove it',
         ),
-        ("method=gdk", "unknown method 'gdk'; did you mean gkd?"),
-        ("method=xyzzy", "unknown method 'xyzzy'; expected one of opd, gkd"),
+        ("method=gdk", 'unknown method "gdk"; did you mean gkd?'),
+        ("method=[1]", "unknown method [1]; expected one of opd, gkd"),
+        ("seed=two\nlines", 'seed: found "two\\nlines" (text), expected a whole number'),
+        (
+            "seed=a " + "very " * 99 + "long text",
+            "very... (text), expected a whole number",
+        ),
+        ("method=xyzzy", 'unknown method "xyzzy"; expected one of opd, gkd'),
     ],
 )
 def test_a_complaint_names_layer_key_found_and_expected(override: str, says: str):
@@ -231,22 +239,23 @@ def test_unknown_keys_are_named_before_what_they_cause():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    "overrides",
     [
-        (["terms.0.support=sampled", "terms.0.form=k1"], "refused (k1-loss)"),
-        (["terms.0.support=sampled", "terms.0.form=k3"], "refused (k3-loss)"),
-        (["terms.0.estimator=policy_gradient"], "refused (state-value-advantage)"),
-        (["terms.0.support=sampled", "sampler.top_p=0.9"], "refused (truncated-sampling)"),
-        (["terms.0.support=sampled", "sampler.temperature=0.7"], "refused (uncorrected-tokens)"),
-        (["terms.0.support=sampled", "sampler.student_fraction=0.5"], "refused (sampled-rows)"),
-        (["terms.0.teacher=label"], "refused (label-divergence)"),
+        ["terms.0.support=sampled", "terms.0.form=k1"],
+        ["terms.0.support=sampled", "terms.0.form=k3"],
+        ["terms.0.estimator=policy_gradient"],
+        ["terms.0.support=sampled", "sampler.top_p=0.9"],
+        ["terms.0.support=sampled", "sampler.top_k=9"],
+        ["terms.0.support=sampled", "sampler.temperature=0.7"],
+        ["terms.0.support=sampled", "loss.temperature=0.7"],
+        ["terms.0.support=sampled", "train.epochs=2"],
+        ["terms.0.support=sampled", "sampler.student_fraction=0.5"],
+        ["terms.0.teacher=label"],
     ],
 )
-def test_terms_without_the_right_gradient_are_refused(overrides: list[str], says: str):
-    with pytest.raises(LegalityError) as caught:
+def test_terms_without_the_right_gradient_are_refused(overrides: list[str]):
+    with pytest.raises(LegalityError, match=r'^recipe: terms\.0 \("reverse_kl"\) is refused'):
         load_recipe(LEAST, overrides)
-    assert str(caught.value).startswith('recipe: terms.0 ("reverse_kl") is ')
-    assert says in str(caught.value)
 
 
 def test_each_term_has_a_verdict():

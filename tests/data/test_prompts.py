@@ -92,10 +92,10 @@ LONG = examples(*(letter * (length - 4) for letter, length in zip("abcd", (15, 1
 
 def test_stop_names_the_rows() -> None:
     with pytest.raises(
-        DataError, match=r"2 prompts .* = 16: f\.jsonl:3 \(17 tokens\), f\.jsonl:4 \(200 tokens\); raise"
+        DataError, match=r"2 of 4 prompts exceed .* = 16: f\.jsonl:3 \(17 tokens\), f\.jsonl:4 \(200 tokens\); raise"
     ):
         source(LONG, limit=16)
-    with pytest.raises(DataError, match=r"10 prompts .*f\.jsonl:5 \(12 tokens\) and 5 more; raise"):
+    with pytest.raises(DataError, match=r"10 of 10 prompts .*f\.jsonl:5 \(12 tokens\) and 5 more; raise"):
         source(TEN, limit=3)
 
 

@@ -83,6 +83,13 @@ def test_a_users_own_task(module: ModuleType) -> None:
     assert task.examples[2].where == "my_tasks:sums question 2"
 
 
+def test_the_maze_is_a_task_by_name() -> None:
+    task = load_task("maze", count=5, seed=1)
+    assert task.examples == load_task("maze", count=5, seed=1).examples != load_task("maze", count=5, seed=2).examples
+    for example in task.examples:
+        assert task.verify(example.fields, "") == 0.0
+
+
 def test_a_users_own_verifier(module: ModuleType) -> None:
     module.judge = verify_sum  # type: ignore[attr-defined]
     assert load_verifier("my_tasks:judge", of_answers("a")) is verify_sum

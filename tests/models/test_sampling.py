@@ -192,7 +192,8 @@ def tiny_llama(dtype: torch.dtype, *, vocab_size: int = 61, num_rows: int = 64) 
         max_position_embeddings=64,
         initializer_range=0.3,
     )
-    return TransformersBackbone(LlamaForCausalLM(config).to(dtype=dtype).eval(), tokenizer_of(vocab_size))
+    model: Any = LlamaForCausalLM(config)
+    return TransformersBackbone(model.to(dtype).eval(), tokenizer_of(vocab_size))
 
 
 def prompts_of_all_lengths() -> list[Prompt]:

@@ -189,6 +189,16 @@ def test_a_template_that_takes_thinking_out_of_history_is_refused_with_the_turn(
         encoder.encode_completion(CONVERSATION[1:], "r</think>x", "f:3")
 
 
+def test_a_template_that_puts_an_empty_thought_before_the_answer_is_refused(make_tokenizer) -> None:
+    thought = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    ask = "{% if add_generation_prompt %}<|assistant|>{% if not thinking %}<think></think>{% endif %}{% endif %}"
+    template = "{% for m in messages %}<|{{ m.role }}|>" + thought + "{{ m.content }}<|end|>{% endfor %}" + ask
+    tokenizer = make_tokenizer(chat_template=template, eos_token="<|end|>")
+    with pytest.raises(DataError, match="renders the answer differently"):
+        PromptEncoder(tokenizer, template_options={"thinking": True}).encode_completion("hello", "fine")
+    assert PromptEncoder(tokenizer).encode_completion("hello", "fine") == ids_of(tokenizer, "fine<|end|>")
+
+
 def test_a_template_that_changes_the_answer_is_refused(make_tokenizer) -> None:
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content|upper + '<|end|>' }}{% endfor %}" + ASK
     encoder = PromptEncoder(make_tokenizer(chat_template=template, eos_token="<|end|>"))

@@ -177,7 +177,7 @@ RULES: tuple[Rule, ...] = (
         "label-estimator",
         {"teacher": ("label",), "estimator": ("policy_gradient",)},
         "refused",
-        "a policy gradient needs the teacher's log-probability of the sampled id, which is minus infinity off the label",
+        "a policy gradient needs the teacher's log-probability of the drawn id, which is minus infinity off the label",
         'write estimator = "analytic"',
     ),
     Rule(
@@ -192,7 +192,7 @@ RULES: tuple[Rule, ...] = (
         "state-value-advantage",
         {"support": ("full",), "estimator": ("policy_gradient",)},
         "refused",
-        "a state's divergence does not depend on the token that was drawn, so as an advantage its expected gradient is zero",
+        "a state's divergence does not depend on the drawn token, so as an advantage its expected gradient is zero",
         'write support = "sampled" (the log-ratio of the drawn token), or estimator = "analytic"',
     ),
     Rule(
@@ -240,7 +240,7 @@ RULES: tuple[Rule, ...] = (
         "sampled-rows",
         {"rows": ("mixed", "others")},
         "refused",
-        "sampled support is an expectation over tokens the student drew, and this term also meets rows it did not write",
+        "sampled support is an expectation over tokens the student drew, and the term also meets rows it did not write",
         'write sources = ["student"] for this term with student_fraction above 0, or support = "full"',
     ),
     Rule(
@@ -275,7 +275,7 @@ RULES: tuple[Rule, ...] = (
         "discounted",
         {"estimator": ("policy_gradient",), "credit": ("discounted",)},
         "surrogate",
-        "a discount between 0 and 1 trades the bias of the token gradient against the variance of the sequence gradient",
+        "a discount between 0 and 1 trades the token gradient's bias against the sequence gradient's variance",
     ),
     Rule(
         "token-ratio-of-returns",
@@ -287,7 +287,7 @@ RULES: tuple[Rule, ...] = (
         "advantages-of-the-first-step",
         {"estimator": ("policy_gradient",), "steps": ("several",)},
         "surrogate",
-        "advantages are those of the student at the round's first step: the gradient is right there and lags behind later",
+        "advantages are those of the student at the round's first step: right there, lagging behind in later steps",
     ),
     Rule("sampled", {}, "exact", "a detached log-ratio (or k2, whose update is the same) on the student's own tokens"),
 )

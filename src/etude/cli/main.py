@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 from etude import __version__
 from etude.errors import EtudeError, UsageError
 
+EXPERIMENTS_FOLDER = Path(__file__).parent.parent / "experiments"
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell gives for SIGINT and SIGPIPE
-
 LINE = 100  # characters of a line of prose
 
 HELP = """\
@@ -131,11 +131,7 @@ def _train(words: Sequence[str]) -> int:
             raise UsageError(
                 "train needs a recipe, or all of --student, --teacher and --prompts; `etude show` lists recipes"
             )
-        source = {
-            "name": "-from-".join(
-                re.sub(r"[^\w.-]+", "-", Path(options.__dict__[role]).name) for role in ("student", "teacher")
-            )
-        }
+        source = {"name": f"{_last_part(options.student)}-from-{_last_part(options.teacher)}"}
     from etude.config.load import load_recipe
 
     checked = load_recipe(source, [f"{key}={json.dumps(value)}" for key, value in given.items()] + changes)
@@ -143,6 +139,11 @@ def _train(words: Sequence[str]) -> int:
 
     train(checked, fresh=options.fresh, quiet=options.quiet)
     return 0
+
+
+def _last_part(model: str) -> str:
+    """A model's name without its owner or folders, fit for a folder's name."""
+    return re.sub(r"[^\w.-]+", "-", Path(model).name)
 
 
 def _check(words: Sequence[str]) -> int:
@@ -280,7 +281,7 @@ def _experiments() -> dict[str, str]:
     import ast
 
     found = {}
-    for path in sorted((Path(__file__).parent.parent / "experiments").glob("[a-z]*.py")):
+    for path in sorted(EXPERIMENTS_FOLDER.glob("[a-z]*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
             found[path.stem.replace("_", "-")] = (ast.get_docstring(module) or "").partition("\n")[0]

@@ -7,6 +7,7 @@ are often the cause of the rest. `load.py` is the only caller.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import cast
@@ -18,6 +19,8 @@ from pydantic_core import ErrorDetails
 from etude.config.noun import Noun, choices, fields_below, noun_within, spelled
 from etude.config.plain import is_table
 from etude.config.schema import Recipe
+
+LONGEST_VALUE = 60  # characters of a wrong value that an error repeats
 
 KINDS: Mapping[type, str] = {str: "text", int: "a whole number", float: "a number", list: "a list", tuple: "a list"}
 
@@ -136,4 +139,4 @@ def _described(value: object) -> str:
     if isinstance(value, bool):
         return spelled(value)
     kind = next((words for kind, words in KINDS.items() if isinstance(value, kind)), f"a {type(value).__name__}")
-    return f"{spelled(value)} ({kind})"
+    return f"{textwrap.shorten(spelled(value), LONGEST_VALUE, placeholder='...')} ({kind})"

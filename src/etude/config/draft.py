@@ -53,9 +53,11 @@ class Draft:
             del self.settings[known]
 
     def origin(self, key: str) -> str | None:
-        """The layer that set a key, or everything below it; None: nobody did, or several did."""
-        below = (setting for known, setting in self.settings.items() if known == key or known.startswith(f"{key}."))
-        origins = {setting.origin for setting in below}
+        """The layer that set a key, what holds it, or everything below it; None: nobody did, or several did."""
+        holders = (self.settings.get(known) for known in (key, *_tables_above(key)))
+        if holder := next(filter(None, holders), None):
+            return holder.origin
+        origins = {setting.origin for known, setting in self.settings.items() if known.startswith(f"{key}.")}
         return origins.pop() if len(origins) == 1 else None
 
     @property
@@ -73,8 +75,8 @@ def located(key: str, value: Any, folder: Path) -> Any:
     """The value, made absolute where its key holds a path: a hub name stays what it is unless such a folder exists."""
     if not isinstance(value, str) or not (key in FILE_KEYS or key in FOLDER_KEYS):
         return value
-    path = folder / Path(value).expanduser()
-    if key in FILE_KEYS or path.is_dir() or value.startswith(("./", "../", "~", "/")):
+    path = folder / os.path.expanduser(value)  # os.path does not raise on what cannot be a path
+    if key in FILE_KEYS or os.path.isdir(path) or value.startswith(("./", "../", "~", "/")):
         return os.path.abspath(path)
     return value
 
@@ -94,7 +96,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, None
     try:
         parsed = tomllib.loads(f"value = {written}")
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beside TOML's own: numbers and nesting beyond Python's limits
         if written[0] in "[{\"'":
             raise RecipeError(f"{COMMAND_LINE}: {key}: {written} is not TOML: {error}; mind the quotes") from None
         return key, written

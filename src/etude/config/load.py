@@ -11,6 +11,7 @@ looked up from the folder of the recipe file they stand in, and from the current
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from etude.axes.legality import Point, Rule, require_legal
 from etude.config.complaints import nearest, sentence
 from etude.config.draft import COMMAND_LINE, Draft, Setting, parse_override
 from etude.config.methods import METHODS
+from etude.config.noun import spelled
 from etude.config.plain import leaves
 from etude.config.schema import Recipe
 from etude.config.write import dump_toml
@@ -107,10 +109,10 @@ def _override(draft: Draft, changes: Sequence[tuple[str, Any]]) -> None:
 
 
 def _from_method(method: Setting) -> Draft:
-    if method.value not in METHODS:
+    if not isinstance(method.value, str) or method.value not in METHODS:
         hint = nearest(str(method.value), METHODS)
         hint = f"did you mean {hint}?" if hint else f"expected one of {', '.join(METHODS)}"
-        raise RecipeError(f"{method.origin}: unknown method '{method.value}'; {hint}")
+        raise RecipeError(f"{method.origin}: unknown method {spelled(method.value)}; {hint}")
     draft = Draft()
     draft.lay(METHODS[method.value].settings, f"method {method.value}", Path.cwd())
     return draft
@@ -133,14 +135,14 @@ def find_recipe(source: str | Path) -> Path:
     """
     if isinstance(source, Path) or source.endswith(".toml") or "/" in source or "\\" in source:
         path = Path(source)
-        if path.is_file():
+        if os.path.isfile(path):  # unlike the method, it does not raise on what cannot be a path
             return path
-        found = "is a folder" if path.is_dir() else "does not exist"
+        found = "is a folder" if os.path.isdir(path) else "does not exist"
         raise RecipeError(f"recipe file {source} {found}; expected a .toml file or a shipped recipe{_near(path.stem)}")
     shipped = shipped_recipes()
     if source in shipped:
         return shipped[source]
-    beside = next((f"./{name}" for name in (source, f"{source}.toml") if Path(name).is_file()), None)
+    beside = next((f"./{name}" for name in (source, f"{source}.toml") if os.path.isfile(name)), None)
     hint = f"; did you mean the file {beside}?" if beside else _near(source)
     raise RecipeError(f"no shipped recipe is called '{source}', and a recipe file is named by its path{hint}")
 
@@ -164,3 +166,5 @@ def _parse(path: Path, label: str) -> dict[str, Any]:
         line = place[1] if place else len(text.splitlines())
         message = str(error).removesuffix(" (at end of document)").replace(place[0] if place else "", "")
         raise RecipeError(f"{label}:{line}: {message}") from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise RecipeError(f"{label}: cannot be read as TOML: {error}") from None

@@ -7,6 +7,7 @@ about files, methods or the command line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -70,7 +71,7 @@ def spelled(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)  # on one line, whatever is in it
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(spelled(item) for item in cast('list[object]', value))}]"
     return str(value)

@@ -128,7 +128,7 @@ class DataConfig(Noun):
     )
     verifier: Annotated[str | None, _OF_ROWS] = Field(
         default=None,
-        description='How evaluation compares a text with the answer column: "exact", "number" (the last one in both) or '
+        description='How evaluation compares a text with the answer column: "exact", "number" (the last in both) or '
         '"package.module:function". Left out: no accuracy. A task brings its own.',
     )
     system_prompt: str | None = Field(default=None, description="A system message before every prompt.")

@@ -94,7 +94,7 @@ def collate(rows: Sequence[Scored]) -> Batch:
         attention_mask_BT=mask_BT,
         position_ids_BT=positions_BT,
         predicted_from_N=column(
-            [b * width + predicted_from(r.num_prompt_tokens, n) for b, (r, n) in enumerate(zip(rollouts, lengths))]
+            [b * width + predicted_from(r.num_prompt_tokens, lengths[b]) for b, r in enumerate(rollouts)]
         ),
         target_ids_N=column([rollout.completion_ids for rollout in rollouts]),
         row_N=column([torch.full((n,), b) for b, n in enumerate(lengths)]),

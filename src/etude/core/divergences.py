@@ -1,18 +1,17 @@
 """Per-token divergences of two log-probability tensors over the same ids; never reduced over tokens.
 
 Each takes normalised `student_logprobs` and `teacher_logprobs` of shape [..., V] by keyword and returns [...], in nats;
-gradients are right with respect to what the log-probabilities were normalised from (the logits), not to log-probabilities
-taken as free variables. They know no mask, no weight and no sampling. Inputs in half precision are computed in float32.
-A probability of exactly zero (a log-probability of minus infinity) gives no NaN in value or gradient on either side:
-0 log 0 is 0, and an id that only the second distribution of a KL rules out counts with `LOG_OF_ZERO` instead of minus
-infinity, so that the student is pushed off it with a large finite force instead of breaking the step.
+gradients are right with respect to the logits that the log-probabilities were normalised from, not with respect to
+log-probabilities as free variables. They know no mask, no weight and no sampling. Inputs in half precision are computed
+in float32. A probability of exactly zero (a log-probability of minus infinity) gives no NaN in value or gradient on
+either side: 0 log 0 is 0, and an id that only the second distribution of a KL rules out counts with `LOG_OF_ZERO`
+instead of minus infinity, so that the student is pushed off it with a large finite force instead of breaking the step.
 
 The running example of the doctests: teacher p = (1/2, 1/4, 1/8, 1/8), student q = (1/8, 1/2, 1/4, 1/8).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 

@@ -27,21 +27,22 @@ from torch.nn import functional
 
 DEFAULT_CHUNK_BYTES = 256 * 1024 * 1024
 
-# V-wide rows alive per token while a tile is differentiated (softmaxes, mixtures, ratios and their gradients). Measured:
-# 11 for the most expensive divergence (skewed reverse KL), 5 more for each further full-support term, 2 for a soft cap.
+# V-wide rows alive per token while a tile is differentiated (softmaxes, mixtures, ratios, gradients). Measured: 11
+# for the most expensive divergence (skewed reverse KL), 5 more for each further full-support term, 2 for a soft cap.
 _TEMPORARIES = 20
-# Of the budget, for the temporaries of the inner tile. On CPUs tiles of 1 to 3 MB a tensor are the fastest, because they
-# stay in the cache; the default budget gives 3 MB.
+# Of the budget, for the temporaries of the inner tile. A CPU is fastest with 1 to 3 MB a tensor, which stay in its
+# cache; the default budget gives 3 MB.
 _INNER_SHARE = 0.25
 
 Slice = slice
+_Apply = Callable[..., tuple[Tensor, Tensor]]
 TokenLoss = Callable[[Tensor, Mapping[str, Tensor], Slice], tuple[Tensor, Tensor]]
 """(student logits [n, V], teachers' logits by name [n, V], which of the N tokens) -> (scalar loss, metric sums [M])."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OutputHead:
-    """What turns a hidden state into logits: `softcap(scale * (hidden @ weight.T + bias))`, cut to the real vocabulary."""
+    """What turns hidden states into logits: `softcap(scale * (hidden @ weight.T + bias))`, real vocabulary only."""
 
     weight_VD: Tensor  # [V, D]
     bias_V: Tensor | None = None  # [V]
@@ -121,7 +122,8 @@ def head_sum(
     inputs = (hidden_ND, head.weight_VD, head.bias_V)
     # Asked here, because inside `forward` grad mode is always off and an evaluation must not pay for gradients.
     needed = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
-    return _HeadSum.apply(*inputs, head, token_loss, num_metrics, dict(teachers or {}), chunk_bytes, needed)
+    apply: _Apply = _HeadSum.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return apply(*inputs, head, token_loss, num_metrics, dict(teachers or {}), chunk_bytes, needed)
 
 
 class _HeadSum(torch.autograd.Function):
@@ -156,7 +158,9 @@ class _HeadSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the parameters' names
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         grad_loss = grad_outputs[0]
         # Scaled before the cast: a float16 run's loss scale must arrive while the gradient is still float32. Scaled in
         # place: a second [V, D] would be the largest tensor of the step. (autograd refuses a second pass by itself.)

@@ -1,7 +1,7 @@
 """Term and Objective: prepare a round's rows once, count once, then sum.
 
-A `Term` is one (teacher, support, divergence, estimator, weighting, coefficient). An `Objective` is a list of terms over
-the same rows. Three calls make a step of it:
+A `Term` is one (teacher, support, divergence, estimator, weighting, coefficient). An `Objective` is a list of terms
+over the same rows. Three calls make a step of it:
 
 1. `prepare(scored)`: masks, weights and detached advantages for every row of a round, before its first step;
 2. `counts(rows)`: one count a term over the rows of one optimiser step, to be summed over micro-batches and ranks;
@@ -82,16 +82,15 @@ class Term:
         self.divergence_fn()
         if self.form is not None and self.support is not Support.SAMPLED:
             refuse(f"form '{self.form}' with support '{self.support}'", "a form belongs to support 'sampled'")
-        if self.estimator is not Estimator.POLICY_GRADIENT and (
-            self.discount or self.importance is not Importance.NONE
-        ):
-            refuse("a discount or an importance", "both belong to estimator 'policy_gradient'")
+        if self.estimator is Estimator.ANALYTIC and (self.discount or self.importance is not Importance.NONE):
+            refuse(
+                f"discount {self.discount} and importance '{self.importance}' with estimator '{self.estimator}'",
+                "both belong to 'policy_gradient'",
+            )
         if not 0.0 <= self.discount <= 1.0:
             refuse(f"discount {self.discount}", "expected 0 (each token alone) to 1 (the whole rest of the row)")
         if (self.clip is not None) != (self.importance is Importance.PPO_CLIP):
-            refuse(
-                f"clip {self.clip} with importance '{self.importance}'", "a clip goes with 'ppo_clip' and only with it"
-            )
+            refuse(f"clip {self.clip} with importance '{self.importance}'", "a clip goes with 'ppo_clip' alone")
         if self.clip is not None and not 0.0 < self.clip < 1.0:
             refuse(f"clip {self.clip}", "expected a share between 0 and 1")
 
@@ -186,8 +185,8 @@ class Objective:
             )
         if term.importance is not Importance.NONE and row.rollout.behaviour_logprobs is None:
             raise RecordError(
-                f"term '{term.name}' weighs row {row.rollout.prompt.row} by student / behaviour, and the row carries no "
-                "behaviour_logprobs; take them from the sampler that wrote it"
+                f"term '{term.name}' weighs row {row.rollout.prompt.row} by student / behaviour, and the row carries "
+                "no behaviour_logprobs; take them from the sampler that wrote it"
             )
         c = estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=scores.sampled_logprobs)
         return estimators.returns(-c, term.discount)
@@ -341,7 +340,8 @@ class Objective:
 
     def summarise(self, sums_M: Tensor) -> dict[str, float]:
         """Means from metric sums that were added up over micro-batches and ranks; counts stay counts."""
-        total: dict[str, float] = dict(zip(self.metric_names, sums_M.tolist(), strict=True))
+        sums: list[float] = sums_M.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        total = dict(zip(self.metric_names, sums, strict=True))
         result = {name: value for name, value in total.items() if name.startswith("tokens/")}
 
         def mean(name: str, count: str) -> None:

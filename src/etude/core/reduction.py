@@ -1,8 +1,8 @@
 """Counting trainable tokens, and the only division of a loss.
 
-A term's loss is its sum over the tokens of the *whole optimiser step* divided by one count, taken over all micro-batches
-and ranks before the first backward. So the gradient does not depend on how the step was cut up. Micro-batches of 1 token
-(loss 10) and 9 tokens (loss 1 each) give 19 / 10 = 1.9; the mean of their means would be 5.5.
+A term's loss is its sum over the tokens of the *whole optimiser step* divided by one count, taken over all
+micro-batches and ranks before the first backward. So the gradient does not depend on how the step was cut up.
+Micro-batches of 1 token (loss 10) and 9 tokens (loss 1 each) give 19 / 10 = 1.9; the mean of their means would be 5.5.
 
     >>> scales = term_scales(torch.tensor([10.0]), torch.tensor([1.0]), world_size=1)
     >>> scales * 10.0 + scales * 9.0
@@ -46,8 +46,8 @@ def row_count(mask_C: Tensor, reduction: Reduction) -> int:
 def term_scales(counts_J: Tensor, coefficients_J: Tensor, world_size: int) -> Tensor:
     """[J] what each term's sum is multiplied by: coefficient / count. The only division of a loss.
 
-    `counts_J` are already summed over ranks; data-parallel wrappers then average gradients over `world_size` ranks, which
-    is undone here, once. A term without a trainable token in the step has scale zero.
+    `counts_J` are already summed over ranks; data-parallel wrappers then average gradients over `world_size` ranks,
+    which is undone here, once. A term without a trainable token in the step has scale zero.
     """
     scales_J = torch.where(counts_J > 0, coefficients_J / counts_J.clamp(min=1), 0.0)
     return scales_J * world_size

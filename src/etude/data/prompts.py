@@ -2,7 +2,7 @@
 
 Everything is encoded once, at the start, so that a prompt that is too long, a template that refuses a row or a
 smuggled control token stops the run before its first step. Which prompts a round has is a function of the seed, the
-stage and the round alone. The source knows no tokenizer: `recipes/build.py` hands it the methods of `PromptEncoder`.
+stage and the round alone. The source knows no tokenizer: `recipes/data.py` hands it the methods of `PromptEncoder`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,9 @@ from typing import Literal
 import torch
 
 from etude.core.records import Prompt, as_ids
-from etude.data.examples import Example, Message, read_dataset, read_jsonl, require_answers, require_completions
+from etude.data.examples import Example, Message
 from etude.errors import DataError
 from etude.runtime.seeds import Key
-
-__all__ = [
-    "Example",
-    "PromptSource",
-    "read_dataset",
-    "read_jsonl",
-    "require_answers",
-    "require_completions",
-    "split",
-]
 
 Encode = Callable[[str | list[Message], str], list[int]]  # (prompt, where) -> prompt ids
 EncodeCompletion = Callable[[str | list[Message], str, str], list[int]]  # (prompt, completion, where) -> ids
@@ -83,7 +73,7 @@ class PromptSource:
                 self.cut += 1
             self._prompts.append(self._made(example, prompt, ids))
         if too_long and long_prompts == "stop":
-            raise DataError(_too_long(too_long, max_prompt_tokens))
+            raise DataError(_too_long(too_long, len(examples), max_prompt_tokens))
         self.dropped = len(too_long)
         if not self._prompts:
             raise DataError(f"no prompt is left: {len(examples)} given, {self.dropped} dropped as too long")
@@ -201,9 +191,9 @@ def _last_user(messages: list[Message], where: str) -> int:
     return places[-1]
 
 
-def _too_long(rows: Sequence[str], limit: int) -> str:
+def _too_long(rows: Sequence[str], of: int, limit: int) -> str:
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return (
-        f"{len(rows)} prompts are longer than data.max_prompt_tokens = {limit}: {', '.join(rows[:_SHOWN])}{more}; "
-        "raise the limit, or set data.long_prompts to 'drop' or 'cut'"
+        f"{len(rows)} of {of} prompts exceed data.max_prompt_tokens = {limit}: {', '.join(rows[:_SHOWN])}{more}; raise "
+        "the limit, or set data.long_prompts to 'drop' or 'cut'"
     )

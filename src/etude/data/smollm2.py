@@ -21,7 +21,7 @@ _NEEDED = ("gguf", "accelerate")  # what transformers needs to read a GGUF file
 
 
 def folder(cache: Path | None = None) -> Path:
-    """The model's folder, made at the first call (a minute at most, 540 MB).
+    """The model's folder, made at the first call (half a minute on a quiet machine, 540 MB).
 
     Args:
         cache: where to keep it; by default `etude` in XDG_CACHE_HOME or ~/.cache.

@@ -1,7 +1,7 @@
 """Questions with verifiers: where prompts come from when no file holds them, and what judges a finished answer.
 
 A task makes its questions from a count and a seed, and scores an answer's text. It knows no tokenizer, model or loss;
-`recipes/build.py` loads tasks and verifiers by name, evaluation calls the verifier. A recipe can name code to be
+`recipes/data.py` loads tasks and verifiers by name, evaluation calls the verifier. A recipe can name code to be
 imported here (`package.module:function`), so a recipe from elsewhere is to be read like a program.
 """
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 import torch
 from rich.console import Console
@@ -30,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from etude.axes.names import Schedule
 from etude.core.records import Prompt, as_ids
 from etude.data.maze import CELLS, END, MAX_MOVES, ROUTES, Route, corrected_walk, random_walk, verify
-from etude.models.backbone import load_backbone
+from etude.models.backbone import TransformersBackbone, load_backbone
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.shipped import MAZE_MODELS
 from etude.runtime.seeds import Key, derive
@@ -158,9 +159,8 @@ def accuracy(folder: Path, temperature: float) -> float:
         temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=MAX_MOVES + 1, stop_ids=(ID_OF[END],)
     )
     rollouts = InProcessSampler(backbone, settings, rows_per_batch=len(ROUTES)).sample(prompts, Key(0, "maze", 0, 0))
-    texts = [backbone.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True) for rollout in rollouts]
-    right = [verify({"prompt": route.prompt}, text) for route, text in zip(ROUTES, texts, strict=True)]
-    return sum(right) / len(right)
+    texts = [str(backbone.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)) for rollout in rollouts]
+    return fmean(verify({"prompt": route.prompt}, text) for route, text in zip(ROUTES, texts, strict=True))
 
 
 def main(folder: Path = MAZE_MODELS) -> None:
@@ -171,8 +171,7 @@ def main(folder: Path = MAZE_MODELS) -> None:
         started = time.monotonic()
         model = make_model(blueprint)
         train(model, blueprint)
-        model.save_pretrained(folder / blueprint.name)
-        make_tokenizer().save_pretrained(folder / blueprint.name)
+        TransformersBackbone(model, make_tokenizer()).save(folder / blueprint.name)
         sampled, greedy = (accuracy(folder / blueprint.name, temperature) for temperature in (1.0, 0.0))
         console.print(
             f"{blueprint.name}: {model.num_parameters():,} parameters, {time.monotonic() - started:.0f} s; "

@@ -1,7 +1,7 @@
-"""Write the reasoning questions into the prompts file of the `smollm2` recipes; the instructions there stay as they are.
+"""Write the reasoning questions into the prompts file of the `smollm2` recipes; the instructions there stay.
 
-The file then holds everything, so that running a recipe needs no further package. Run it again after a change of the
-tasks below: `python -m etude.experiments.make_smollm2_prompts` (extra `tasks`). It replaces the questions it wrote before.
+The file then holds everything, so that running a recipe needs no further package. After a change of the tasks below,
+run `python -m etude.experiments.make_smollm2_prompts` (extra `tasks`); it replaces the questions it wrote before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
-from etude.data.prompts import read_jsonl
+from etude.data.examples import read_jsonl
 from etude.data.tasks import load_task
 
 PROMPTS_FILE = Path(str(files("etude.recipes") / "prompts" / "short_instructions.jsonl"))

@@ -88,7 +88,7 @@ class TransformersBackbone(AbstractBackbone):
         return self.base.generation_config
 
     def hidden_states(self, token_ids_BT: Tensor, attention_mask_BT: Tensor, position_ids_BT: Tensor) -> Tensor:
-        return self._decode(token_ids_BT, attention_mask_BT, position_ids_BT, use_cache=False)
+        return self.decode(token_ids_BT, attention_mask_BT, position_ids_BT, use_cache=False)
 
     def head(self) -> OutputHead:
         output: Any = self.base.get_output_embeddings()
@@ -137,7 +137,7 @@ class TransformersBackbone(AbstractBackbone):
         copy = adapters.merged_copy(self.model) if adapters.is_adapted(self.model) else deepcopy(self.base)
         for parameter in copy.parameters():  # and no buffer: see AbstractBackbone.copy_as
             parameter.data = parameter.data.to(_dtype(dtype))
-        return TransformersBackbone(copy.eval().requires_grad_(False), self.tokenizer)
+        return TransformersBackbone(copy.requires_grad_(False), self.tokenizer).eval()
 
     @torch.no_grad()
     def load_weights_from(self, other: AbstractBackbone) -> None:
@@ -156,13 +156,15 @@ class TransformersBackbone(AbstractBackbone):
     def _architecture(self) -> str:
         return type(self.base).__name__
 
-    def _decode(self, token_ids_BT: Tensor, attention_mask_BT: Tensor, position_ids_BT: Tensor, **cache: Any) -> Tensor:
+    def decode(self, token_ids_BT: Tensor, attention_mask_BT: Tensor, position_ids_BT: Tensor, **cache: Any) -> Tensor:
         """[B, T, D] last hidden states of the decoder, the output head not run."""
         decoder: Any = self.base.get_decoder()
         with self._computing():
             output = decoder(
                 input_ids=token_ids_BT, attention_mask=attention_mask_BT, position_ids=position_ids_BT, **cache
             )
+        if not hasattr(output, "last_hidden_state"):
+            raise ModelError(f"{self._architecture} hides its decoder, so its states cannot be had; take another model")
         return output.last_hidden_state
 
     def _computing(self) -> torch.autocast | nullcontext[None]:
@@ -247,40 +249,43 @@ class _CachedDecoding(AbstractDecoding):
 
     def __init__(self, backbone: TransformersBackbone, prompt_ids: Sequence[Tensor]) -> None:
         device = backbone.device
-        # The rightmost column holds every prompt's last token. Reversed rows padded on the right, reversed again.
+        # Reversed, padded on the right, reversed again: every prompt ends in the last column.
         ids_BT, mask_BT, _ = pad_rows([ids.flip(0) for ids in prompt_ids])
-        self._unread_BT = ids_BT.flip(1).to(device)
         self._mask_BT = mask_BT.flip(1).to(device)
-        self._positions_BT = (self._mask_BT.cumsum(1) - 1).clamp(min=0)
+        self._unread_BT = ids_BT.flip(1).to(device)
+        self._positions_BT = (self._mask_BT.cumsum(1) - 1).clamp(min=0)  # of the unread ids
+        self._lengths_B = self._mask_BT.sum(1)
         self._backbone = backbone
         self._cache = DynamicCache(config=backbone.base.config)
-        self._last_hidden_BD: Tensor | None = None
+        self._hidden_BD: Tensor | None = None  # the state after the last id read
         self._head: OutputHead | None = None
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
-        if self._last_hidden_BD is None:
-            hidden_BTD = self._backbone._decode(
+        if self._unread_BT.shape[1]:
+            hidden_BTD = self._backbone.decode(
                 self._unread_BT, self._mask_BT, self._positions_BT, cache=self._cache, use_cache=True
             )
-            self._last_hidden_BD = hidden_BTD[:, -1]
-        if self._head is None:
-            self._head = self._backbone.head().in_logits_dtype(self._last_hidden_BD)
-        return self._head.logits(self._last_hidden_BD)
+            self._hidden_BD = hidden_BTD[:, -1]
+            self._unread_BT, self._positions_BT = self._unread_BT[:, :0], self._positions_BT[:, :0]
+        assert self._hidden_BD is not None  # a prompt has at least one id
+        self._head = self._head or self._backbone.head().in_logits_dtype(self._hidden_BD)
+        return self._head.logits(self._hidden_BD)
 
     def append(self, ids_B: Tensor) -> None:
-        self._unread_BT = ids_B.to(self._unread_BT.device)[:, None]
-        self._mask_BT = torch.cat([self._mask_BT, self._mask_BT.new_ones(len(ids_B), 1)], dim=1)
-        self._positions_BT = self._positions_BT[:, -1:] + 1
-        self._last_hidden_BD = None
+        ids_B1 = ids_B.to(self._unread_BT.device)[:, None]
+        self._unread_BT = torch.cat([self._unread_BT, ids_B1], dim=1)
+        self._positions_BT = torch.cat([self._positions_BT, self._lengths_B[:, None]], dim=1)
+        self._mask_BT = torch.cat([self._mask_BT, torch.ones_like(ids_B1)], dim=1)
+        self._lengths_B = self._lengths_B + 1
 
     def keep(self, rows_b: Tensor) -> None:
         rows_b = rows_b.to(self._unread_BT.device)
-        self._cache.batch_select_indices(rows_b)
-        self._unread_BT, self._mask_BT = self._unread_BT[rows_b], self._mask_BT[rows_b]
-        self._positions_BT = self._positions_BT[rows_b]
-        if self._last_hidden_BD is not None:
-            self._last_hidden_BD = self._last_hidden_BD[rows_b]
+        self._cache.reorder_cache(cast(torch.LongTensor, rows_b))  # recurrent layers know no other way to drop rows
+        self._unread_BT, self._positions_BT = self._unread_BT[rows_b], self._positions_BT[rows_b]
+        self._mask_BT, self._lengths_B = self._mask_BT[rows_b], self._lengths_B[rows_b]
+        if self._hidden_BD is not None:
+            self._hidden_BD = self._hidden_BD[rows_b]
 
 
 def load_backbone(
@@ -324,11 +329,11 @@ def load_backbone(
     if keep_layers is not None:
         _require_nameable(lora)
         network = only_layers(network, keep_layers)
+    adapted: Any = adapters.add_adapters(network, lora) if lora else network
     if activation_checkpointing:
         _checkpoint_activations(network)
-    adapted: Any = adapters.add_adapters(network, lora) if lora else network
     computing = None if compute_dtype is None else _dtype(compute_dtype)
-    return TransformersBackbone(adapted.to(device).eval(), tokenizer, compute_dtype=computing)
+    return TransformersBackbone(adapted.to(device), tokenizer, compute_dtype=computing).eval()
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -7,7 +7,9 @@ either, so that a sampler can write with a plain copy while the adapters go on l
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +58,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws from the process's generator, of which no run may depend
+    with _without_known_warnings(), torch.random.fork_rng(devices=[]):  # peft draws from the process's generator
         torch.manual_seed(derive(settings.seed, "lora"))
         try:
             adapted = peft.get_peft_model(model, config)
@@ -89,15 +91,19 @@ def effective_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     from peft.tuners.lora import LoraLayer
 
     base = model.get_base_model()
-    adapted: dict[str, Any] = {name: part for name, part in base.named_modules() if isinstance(part, LoraLayer)}
+    layers: dict[str, Any] = {name: part for name, part in base.named_modules() if isinstance(part, LoraLayer)}
+    # Most adapters are on a module's weight; one on a stack of experts names its parameter.
+    adapted = {_plain(f"{name}.{getattr(part, 'parameter_name', 'weight')}"): part for name, part in layers.items()}
     for key, weight in base.state_dict().items():
         if ".lora_" in key:
             continue
-        name = key.replace(".base_layer.", ".")
-        module_name, _, kind = name.rpartition(".")
-        if kind == "weight" and module_name in adapted:
-            weight = weight + adapted[module_name].get_delta_weight(ADAPTER)
-        yield name, weight
+        name = _plain(key)
+        yield name, weight + adapted[name].get_delta_weight(ADAPTER) if name in adapted else weight
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the layers that peft put around it."""
+    return name.replace(".base_layer", "")
 
 
 def merged_copy(model: PeftModel) -> PreTrainedModel:
@@ -137,7 +143,18 @@ def base_of(name: str) -> str:
 def merge_folder(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """The base model with the adapter of a folder merged into its weights."""
     peft = _peft(f"the adapter folder {name}")
-    return peft.PeftModel.from_pretrained(model, str(local_folder(name))).merge_and_unload()
+    with _without_known_warnings():
+        return peft.PeftModel.from_pretrained(model, str(local_folder(name))).merge_and_unload()
+
+
+@contextmanager
+def _without_known_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # peft asks transformers by a name that transformers has given up.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        # GPT-2 stores its weights transposed; peft sees it, does the right thing and says so.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        yield
 
 
 def _peft(purpose: str) -> ModuleType:

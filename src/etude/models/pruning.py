@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from etude.errors import ModelError
+from etude.models.folders import quiet
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -36,22 +37,29 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
             f"student.keep_layers = {list(kept)} does not fit {type(model).__name__} with its {len(layers)} layers; "
             f"name layers between 0 and {len(layers) - 1}, ascending, each once"
         )
-    engine: Any = type(model)
-    try:
-        short, report = engine.from_pretrained(
-            None,
-            config=_shortened(model.config, kept, len(layers)),
-            state_dict=_renumbered(model.state_dict(), prefix, kept),
-            dtype=model.dtype,
-            output_loading_info=True,
-        )
-    except (ValueError, RuntimeError) as error:
-        raise ModelError(_cannot(model, str(error).splitlines()[0])) from None
-    if report["missing_keys"] or report["unexpected_keys"]:
-        raise ModelError(_cannot(model, "its weights do not follow from the configuration alone"))
+    short = _rebuilt(model, _renumbered(model.state_dict(), prefix, kept), kept, len(layers))
     _require_same_layers(model, layers, _decoder_layers(short)[1], kept)
     short.name_or_path = model.name_or_path
     short.generation_config = model.generation_config
+    return short
+
+
+def _rebuilt(model: PreTrainedModel, weights: dict[str, Tensor], kept: Sequence[int], count: int) -> PreTrainedModel:
+    """A new model of the same class, loaded with these weights under the shortened configuration."""
+    engine: Any = type(model)
+    try:
+        with quiet():
+            short, report = engine.from_pretrained(
+                None,
+                config=_shortened(model.config, kept, count),
+                state_dict=weights,
+                dtype=model.dtype,
+                output_loading_info=True,
+            )
+    except Exception as error:  # what a configuration may raise is not documented
+        raise ModelError(_cannot(model, str(error).strip().splitlines()[-1].strip())) from None
+    if report["missing_keys"] or report["unexpected_keys"]:
+        raise ModelError(_cannot(model, "its weights do not follow from the configuration alone"))
     return short
 
 

@@ -100,7 +100,8 @@ class InProcessSampler(AbstractSampler):
         if not math.isfinite(completion.raw_logprobs.sum().item()):
             raise NonFiniteError(
                 f"while row {prompt.row} was written with weights version {self.version}, the {self.source}'s logits "
-                "were not finite; its weights are damaged, so go back to an earlier checkpoint"
+                "were not finite; its weights are damaged or too large for this precision: go back to an earlier "
+                'checkpoint, or write sampler.dtype = "float32"'
             )
         return Rollout(
             prompt=prompt,

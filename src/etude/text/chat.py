@@ -2,7 +2,7 @@
 
 The prompt ids are the template's, id for id, with nothing added. An answer out of a dataset becomes the ids that the
 template writes after the prompt, so that dataset rows and sampled rows have the same shape. The encoder knows no model,
-dataset or loss; `recipes/build.py` makes one from the student's tokenizer and hands its methods to the prompt source.
+dataset or loss; `recipes/data.py` makes one from the student's tokenizer and hands its methods to the prompt source.
 """
 
 from __future__ import annotations

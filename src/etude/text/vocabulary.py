@@ -2,7 +2,7 @@
 
 The vocabulary is the tokenizer's own id map, added tokens included; the rows a model pads its embeddings with are no
 part of it. Nothing here looks at weights or knows whose tokenizer it is beyond the two words student and teacher;
-`recipes/build.py` asks before weights are loaded.
+`recipes/data.py` asks before weights are loaded.
 """
 
 from __future__ import annotations

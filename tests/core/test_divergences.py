@@ -1,0 +1,269 @@
+"""Per-token divergences against hand-made values, finite differences and laws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.axes.names import Divergence
+from etude.core.divergences import (
+    LOG_OF_ZERO,
+    divergence_fn,
+    forward_kl,
+    jsd,
+    reverse_kl,
+    skew_forward_kl,
+    skew_reverse_kl,
+)
+
+DivergenceOf = Callable[..., Tensor]
+
+TEACHER = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
+STUDENT = torch.tensor([0.125, 0.5, 0.25, 0.125], dtype=torch.float64)
+
+ALL: dict[str, DivergenceOf] = {
+    "forward_kl": divergence_fn(Divergence.FORWARD_KL),
+    "reverse_kl": divergence_fn(Divergence.REVERSE_KL),
+    "skew_forward_kl": divergence_fn(Divergence.SKEW_FORWARD_KL, alpha=0.1),
+    "skew_reverse_kl": divergence_fn(Divergence.SKEW_REVERSE_KL, alpha=0.1),
+    **{f"jsd({beta})": divergence_fn(Divergence.JSD, beta=beta) for beta in (0.0, 0.1, 0.5, 0.9, 1.0)},
+}
+every_divergence = pytest.mark.parametrize("divergence", ALL.values(), ids=ALL.keys())
+
+
+def value(divergence: DivergenceOf, student: Tensor, teacher: Tensor) -> float:
+    return divergence(student_logprobs=student.log(), teacher_logprobs=teacher.log()).item()
+
+
+def gradient(divergence: DivergenceOf, student_logits: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    leaf = student_logits.detach().clone().requires_grad_()
+    result = divergence(student_logprobs=leaf.log_softmax(-1), teacher_logprobs=teacher_logprobs)
+    return torch.autograd.grad(result.sum(), leaf)[0]
+
+
+def random_logprobs(seed: int, *shape: int, scale: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).log_softmax(-1)
+
+
+# Values and gradients known beforehand ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"),
+    [
+        (forward_kl, 0.625 * math.log(2)),
+        (reverse_kl, 0.5 * math.log(2)),
+        (ALL["jsd(0.1)"], 0.037234),
+        (ALL["jsd(0.5)"], 0.092089),
+        (ALL["jsd(0.9)"], 0.031399),
+        (ALL["skew_forward_kl"], 0.321270),
+        (ALL["skew_reverse_kl"], 0.284836),
+    ],
+)
+def test_values(divergence: DivergenceOf, expected: float) -> None:
+    assert value(divergence, STUDENT, TEACHER) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"),
+    [
+        (forward_kl, [-0.375, 0.25, 0.125, 0.0]),
+        (reverse_kl, [-0.216608, 0.173287, 0.086643, -0.043322]),
+        (ALL["jsd(0.5)"], [-0.063595, 0.046614, 0.023307, -0.006327]),
+        (ALL["jsd(0.9)"], [-0.019915, 0.015650, 0.007825, -0.003560]),
+    ],
+)
+def test_gradients_on_student_logits(divergence: DivergenceOf, expected: list[float]) -> None:
+    result = gradient(divergence, STUDENT.log(), TEACHER.log())
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_beta_weighs_the_teacher_and_the_ends_are_the_two_kls() -> None:
+    teacher = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    student = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    expected = {0.0: 0.634897, 0.1: 0.055891, 0.9: 0.058399, 1.0: 0.675806}  # swapped weights: 0.457826 at 0.1
+    found = {beta: value(ALL[f"jsd({beta})"], student, teacher) for beta in expected}
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert found[0.0] == value(forward_kl, student, teacher)
+    assert found[1.0] == value(reverse_kl, student, teacher)
+
+
+def test_jsd_near_its_ends_shrinks_like_beta_times_a_kl() -> None:
+    epsilon = 1e-6
+    near_zero = value(divergence_fn(Divergence.JSD, beta=epsilon), STUDENT, TEACHER)
+    near_one = value(divergence_fn(Divergence.JSD, beta=1 - epsilon), STUDENT, TEACHER)
+    assert near_zero / epsilon == pytest.approx(0.433217, abs=1e-5)
+    assert near_one / epsilon == pytest.approx(0.346574, abs=1e-5)
+    assert value(divergence_fn(Divergence.JSD, beta=1e-3), STUDENT, TEACHER) == pytest.approx(0.000433, abs=1e-6)
+
+
+def test_skews_approach_the_plain_kls() -> None:
+    for divergence, plain in ((skew_forward_kl, 0.433217), (skew_reverse_kl, 0.346574)):
+        result = divergence(student_logprobs=STUDENT.log(), teacher_logprobs=TEACHER.log(), alpha=1e-9)
+        assert result.item() == pytest.approx(plain, abs=1e-6)
+
+
+def test_the_two_kls_are_each_other_with_the_roles_swapped() -> None:
+    student, teacher = random_logprobs(0, 5, 7), random_logprobs(1, 5, 7)
+    torch.testing.assert_close(
+        forward_kl(student_logprobs=student, teacher_logprobs=teacher),
+        reverse_kl(student_logprobs=teacher, teacher_logprobs=student),
+    )
+    mirrored = jsd(student_logprobs=teacher, teacher_logprobs=student, beta=0.9)
+    torch.testing.assert_close(jsd(student_logprobs=student, teacher_logprobs=teacher, beta=0.1), mirrored)
+
+
+@every_divergence
+def test_gradient_equals_finite_differences(divergence: DivergenceOf) -> None:
+    teacher = random_logprobs(2, 3, 6)
+
+    def of_logits(logits: Tensor) -> Tensor:
+        return divergence(student_logprobs=logits.log_softmax(-1), teacher_logprobs=teacher)
+
+    logits = random_logprobs(3, 3, 6).requires_grad_()
+    assert torch.autograd.gradcheck(of_logits, (logits,), eps=1e-6, atol=1e-7, rtol=1e-5)
+
+
+# Laws ---------------------------------------------------------------------------------------------------------------
+
+
+@every_divergence
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_on_itself_with_zero_gradient(divergence: DivergenceOf, dtype: torch.dtype) -> None:
+    logits = (3 * torch.randn(20, 50)).to(dtype)
+    same = logits.log_softmax(-1)
+    tolerance = 2 * torch.finfo(dtype).eps  # that a row of probabilities sums to one holds up to rounding
+    assert divergence(student_logprobs=same, teacher_logprobs=same).abs().max() <= tolerance
+    assert gradient(divergence, logits, same).abs().max() <= tolerance
+
+
+def test_reverse_kl_has_exactly_no_gradient_on_itself() -> None:
+    logits = 3 * torch.randn(20, 50)
+    assert not gradient(reverse_kl, logits, logits.log_softmax(-1)).any()
+
+
+@every_divergence
+def test_never_negative_and_one_number_a_token(divergence: DivergenceOf) -> None:
+    result = divergence(student_logprobs=random_logprobs(4, 8, 25, 11), teacher_logprobs=random_logprobs(5, 8, 25, 11))
+    assert result.shape == (8, 25)
+    assert (result > 0).all()
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jsd_is_bounded(beta: float) -> None:
+    """By the entropy of the coin that picks teacher or student: ln 2 at most, reached where they share no id."""
+    apart = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64).log()
+    entropy = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta)
+    assert jsd(student_logprobs=apart[0], teacher_logprobs=apart[1], beta=beta).item() == pytest.approx(entropy)
+    values = jsd(
+        student_logprobs=random_logprobs(6, 200, 5, scale=20), teacher_logprobs=random_logprobs(7, 200, 5), beta=beta
+    )
+    assert values.max() <= math.log(2)
+
+
+@every_divergence
+def test_a_constant_on_the_logits_changes_nothing(divergence: DivergenceOf) -> None:
+    logits, teacher = random_logprobs(8, 4, 9), random_logprobs(9, 4, 9)
+    plain = divergence(student_logprobs=logits.log_softmax(-1), teacher_logprobs=teacher)
+    moved = divergence(student_logprobs=(logits + 17.0).log_softmax(-1), teacher_logprobs=(teacher - 5).log_softmax(-1))
+    torch.testing.assert_close(plain, moved)
+    gradients = gradient(divergence, logits, teacher)
+    torch.testing.assert_close(gradient(divergence, logits + 17.0, teacher), gradients)
+    torch.testing.assert_close(gradients.sum(-1), torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+# Zeros and low precision --------------------------------------------------------------------------------------------
+
+ZEROS = {
+    "teacher": ([0.5, 0.5, 0.0], [0.2, 0.3, 0.5]),
+    "student": ([0.2, 0.3, 0.5], [0.5, 0.5, 0.0]),
+    "both": ([0.4, 0.6, 0.0], [0.5, 0.5, 0.0]),
+    "one hot": ([0.0, 1.0, 0.0], [0.2, 0.3, 0.5]),
+    "apart": ([1.0, 0.0, 0.0], [0.0, 0.5, 0.5]),
+}
+
+
+@every_divergence
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("teacher", "student"), ZEROS.values(), ids=ZEROS.keys())
+def test_zeros_give_no_nan(
+    divergence: DivergenceOf, teacher: list[float], student: list[float], dtype: torch.dtype
+) -> None:
+    student_logits = torch.tensor(student, dtype=dtype).log()  # minus infinity where it is zero
+    teacher_logprobs = torch.tensor(teacher, dtype=dtype).log()
+    result = divergence(student_logprobs=student_logits.log_softmax(-1), teacher_logprobs=teacher_logprobs)
+    assert result.isfinite()
+    assert result >= 0
+    assert gradient(divergence, student_logits, teacher_logprobs).isfinite().all()
+
+
+def test_what_zeros_are_worth() -> None:
+    teacher, student = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.2, 0.3, 0.5])
+    hand = 0.5 * math.log(0.5 / 0.2) + 0.5 * math.log(0.5 / 0.3)
+    assert value(forward_kl, student, teacher) == pytest.approx(hand)  # 0 log 0 = 0
+    assert value(reverse_kl, student, teacher) == pytest.approx(-0.5 * LOG_OF_ZERO, rel=1e-3)  # dear, not infinite
+    push = gradient(reverse_kl, student.log(), teacher.log())
+    assert push[2] > 1000  # descent lowers the logit of the id that the teacher rules out
+
+
+@every_divergence
+def test_improbable_ids_of_float32_logits_stay_exact(divergence: DivergenceOf) -> None:
+    """Probabilities far below float32's smallest number, on either side, against the same sum in float64."""
+    student, teacher = torch.tensor([0.0, -300.0, -1.0]), torch.tensor([-2.0, 0.0, -400.0])
+    single = divergence(student_logprobs=student.log_softmax(-1), teacher_logprobs=teacher.log_softmax(-1))
+    double = divergence(
+        student_logprobs=student.double().log_softmax(-1), teacher_logprobs=teacher.double().log_softmax(-1)
+    )
+    torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        gradient(divergence, student, teacher.log_softmax(-1)).double(),
+        gradient(divergence, student.double(), teacher.double().log_softmax(-1)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@every_divergence
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(divergence: DivergenceOf, dtype: torch.dtype) -> None:
+    student, teacher = random_logprobs(10, 6, 40).to(dtype), random_logprobs(11, 6, 40).to(dtype)
+    result = divergence(student_logprobs=student, teacher_logprobs=teacher)
+    assert result.dtype is torch.float32
+    assert torch.equal(result, divergence(student_logprobs=student.float(), teacher_logprobs=teacher.float()))
+
+
+# Parameters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.1, math.nan])
+def test_beta_out_of_range_is_refused(beta: float) -> None:
+    with pytest.raises(ValueError, match="the teacher's weight in the mixture"):
+        jsd(student_logprobs=STUDENT.log(), teacher_logprobs=TEACHER.log(), beta=beta)
+    with pytest.raises(ValueError, match="the teacher's weight in the mixture"):
+        divergence_fn(Divergence.JSD, beta=beta)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -0.1])
+def test_alpha_out_of_range_is_refused(alpha: float) -> None:
+    for function, name in (
+        (skew_forward_kl, Divergence.SKEW_FORWARD_KL),
+        (skew_reverse_kl, Divergence.SKEW_REVERSE_KL),
+    ):
+        with pytest.raises(ValueError, match="strictly between 0 and 1"):
+            function(student_logprobs=STUDENT.log(), teacher_logprobs=TEACHER.log(), alpha=alpha)
+        with pytest.raises(ValueError, match="strictly between 0 and 1"):
+            divergence_fn(name, alpha=alpha)
+
+
+def test_a_parameter_belongs_to_its_own_divergence() -> None:
+    with pytest.raises(ValueError, match=r"'jsd' takes \['beta'\], got \[\]"):
+        divergence_fn(Divergence.JSD)
+    with pytest.raises(ValueError, match=r"'reverse_kl' takes no parameter, got \['beta'\]"):
+        divergence_fn(Divergence.REVERSE_KL, beta=0.5)
+    with pytest.raises(ValueError, match=r"'skew_forward_kl' takes \['alpha'\], got \['beta'\]"):
+        divergence_fn(Divergence.SKEW_FORWARD_KL, beta=0.5)

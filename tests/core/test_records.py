@@ -1,0 +1,109 @@
+"""Records refuse what contradicts itself, before anything is computed from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.axes.names import FinishReason, Source
+from etude.core.records import Batch, Prompt, Rollout, Scored, Scores, TeacherColumns, as_ids
+from etude.errors import RecordError
+
+
+def rollout(prompt: list[int], completion: list[int], *, reason: FinishReason = FinishReason.STOP) -> Rollout:
+    return Rollout(Prompt(as_ids(prompt), row=3), as_ids(completion), Source.STUDENT, reason, version=0)
+
+
+def test_training_ids_are_prompt_and_completion_as_they_are() -> None:
+    row = rollout([1, 2, 3], [4, 5], reason=FinishReason.LENGTH)
+    assert row.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert (row.num_prompt_tokens, row.num_completion_tokens, row.truncated) == (3, 2, True)
+    assert not rollout([1], [2]).truncated
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros((1, 2), dtype=torch.int64),
+        torch.tensor(5),
+        torch.zeros(2),
+        torch.zeros(2, dtype=torch.int32),
+    ],
+    ids=["empty", "two dimensions", "no dimension", "float", "int32"],
+)
+def test_ids_are_one_row_of_int64(ids: Tensor) -> None:
+    with pytest.raises(RecordError, match=r"prompt of row 3 has shape .* expected \[P\] int64"):
+        Prompt(ids, row=3)
+    with pytest.raises(RecordError, match=r"answer of row 3 has shape .* expected \[C\] int64"):
+        Prompt(as_ids([1]), row=3, completion_ids=ids)
+    with pytest.raises(RecordError, match=r"completion of row 3 has shape .* expected \[C\] int64"):
+        Rollout(Prompt(as_ids([1]), row=3), ids, Source.STUDENT, FinishReason.STOP, version=0)
+
+
+@pytest.mark.parametrize("field", ["behaviour_logprobs", "raw_logprobs"])
+@pytest.mark.parametrize("shape", [(2,), (4,), (3, 1), (1, 3)])
+def test_a_rollouts_logprobs_have_one_entry_a_token(field: str, shape: tuple[int, ...]) -> None:
+    """[3, 1] has three entries too, and would be broadcast against [3] into nine pairs of tokens."""
+    with pytest.raises(RecordError, match=f"{field} of row 3 .* for 3 completion tokens"):
+        Rollout(
+            Prompt(as_ids([1]), row=3),
+            as_ids([4, 5, 6]),
+            Source.STUDENT,
+            FinishReason.STOP,
+            version=0,
+            **{field: torch.zeros(shape)},
+        )
+
+
+def test_scores_are_aligned_by_token() -> None:
+    row = rollout([1, 2], [4, 5, 6])
+    Scored(row, {"big": Scores("big", sampled_logprobs=torch.zeros(3), hidden=torch.zeros(3, 8))})
+    for scores in (
+        Scores("big", sampled_logprobs=torch.zeros(2)),
+        Scores("big", sampled_logprobs=torch.zeros(3, 1)),
+        Scores("big", hidden=torch.zeros(5, 8)),  # the whole row's, prompt included
+        Scores("big", hidden=torch.zeros(3)),
+    ):
+        with pytest.raises(RecordError, match="of teacher 'big' for row 3 .* for 3 completion tokens"):
+            Scored(row, {"big": scores})
+
+
+@pytest.mark.parametrize("field", ["weights", "advantages"])
+def test_what_was_prepared_has_a_row_a_term_and_an_entry_a_token(field: str) -> None:
+    scored = Scored(rollout([1, 2], [4, 5, 6]), {})
+    scored.with_prepared(**{field: torch.zeros(2, 3)})
+    for shape in ((3,), (3, 2), (1, 4)):
+        with pytest.raises(RecordError, match=f"{field} of row 3 .* for 3 completion tokens"):
+            scored.with_prepared(**{field: torch.zeros(shape)})
+    with pytest.raises(RecordError, match="student_logprobs of row 3"):
+        scored.with_prepared(student_logprobs=torch.zeros(2))
+
+
+def test_records_are_frozen() -> None:
+    row = rollout([1], [2])
+    with pytest.raises(AttributeError):
+        row.version = 1  # type: ignore[misc]
+
+
+def test_a_batch_moves_whole() -> None:
+    columns = {"a": TeacherColumns(torch.zeros(2), None), "b": TeacherColumns(None, torch.zeros(2, 4))}
+    ids, floats = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2)
+    batch = Batch(
+        ids, ids, ids, ids[0, :2], ids[0, :2], ids[0, :2], ids[0, :2], floats, floats, floats[0], floats[0], columns
+    )
+    moved = batch.to("meta")
+    assert moved.num_scored_tokens == 2
+    tensors = [getattr(moved, name) for name in Batch.__slots__ if name != "teachers"]
+    teachers = moved.teachers
+    assert teachers["a"].hidden_ND is None
+    assert teachers["b"].sampled_logprobs_N is None
+    tensors += [teachers["a"].sampled_logprobs_N, teachers["b"].hidden_ND]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert batch.to("cpu").token_ids_BT.equal(batch.token_ids_BT)
+
+
+def test_ids_from_anything_list_like() -> None:
+    assert as_ids([1, 2]).dtype is torch.int64
+    assert as_ids(torch.tensor([[1, 2]], dtype=torch.int32)).tolist() == [1, 2]

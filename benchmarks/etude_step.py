@@ -1,8 +1,8 @@
 """etude's side: a recipe built and run as `etude train` does it, on the work of `work.py`.
 
-The recipe is the ordinary one for this work. Three parts are exchanged before the run, because the work asks for what no
-recipe does: prompts of exact length (no chat template), a sampler that never stops early, and a saver that saves nothing
-(TRL's side saves nothing either). Seconds are those the run itself records in its metrics.
+The recipe is the ordinary one for this work. Three parts are exchanged before the run, because the work asks for what
+no recipe does: prompts of exact length (no chat template), a sampler that never stops early, and a saver that saves
+nothing (TRL's side saves nothing either). Seconds are those the run itself records in its metrics.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def test_a_loss_that_does_not_touch_the_logits_has_zero_gradient() -> None:
 def test_once_and_only_once_differentiable() -> None:
     head, hidden = random_head(1, HIDDEN), random_hidden(3, HIDDEN).requires_grad_()
     loss, _ = head_sum(hidden, head, student_only, 1)
-    (first,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    (first,) = torch.autograd.grad(loss * loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
     loss, _ = head_sum(hidden, head, student_only, 1)

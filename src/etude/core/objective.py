@@ -296,10 +296,12 @@ class Objective:
         if term.support is Support.FULL:
             values_n = self._divergences[j](student_logprobs=student_nV, teacher_logprobs=teachers_nV[term.teacher])
             return values_n, values_n
-        teacher_n = batch.teachers[term.teacher].sampled_logprobs_N
-        if teacher_n is None:
-            raise RecordError(f"term '{term.name}' needs sampled log-probabilities of teacher '{term.teacher}'")
-        c_n = estimators.log_ratio(student_logprobs=chosen_n, teacher_logprobs=teacher_n[tokens])
+        columns = batch.teachers.get(term.teacher)
+        if columns is None or columns.sampled_logprobs_N is None:
+            raise PairError(
+                f"teacher '{term.teacher}' gave no log-probabilities of the drawn ids; term '{term.name}' needs them"
+            )
+        c_n = estimators.log_ratio(student_logprobs=chosen_n, teacher_logprobs=columns.sampled_logprobs_N[tokens])
         if term.estimator is Estimator.ANALYTIC:
             return estimators.form_value(c_n, term.form or Form.K2), c_n
         values_n = estimators.policy_gradient(

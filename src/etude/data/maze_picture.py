@@ -1,8 +1,8 @@
 """Pictures of the maze: where walks went, and where they went wrong, in a terminal and as an image.
 
-A footprint counts each cell's visits and how many of them were left wrongly. Three side by side (the teacher's routes, a
-student taught on those, a student taught on its own walks) are the picture of exposure bias. The quickstart draws them;
-matplotlib is imported only when an image is asked for.
+A footprint counts each cell's visits and how many of them were left wrongly. Three side by side (the teacher's routes,
+a student taught on those, a student taught on its own walks) are the picture of exposure bias. The quickstart draws
+them; matplotlib is imported only when an image is asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be known of a model before its weights are read: tokenizer, context window, the stop ids its folder names."""
+"""What is known of a model before its weights are read: tokenizer, context window, the stop ids its folder names."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class AbstractSampler(ABC):
 
     @abstractmethod
     def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
-        """One rollout a prompt, in the prompts' order; row r draws from `key.generator(prompt.row)` and nothing else."""
+        """One rollout a prompt, in their order; a row draws from `key.generator(prompt.row)` and nothing else."""
 
     @abstractmethod
     def refresh(self, student: AbstractStudent, version: int) -> None:

@@ -51,7 +51,8 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
     teacher = load_teacher(recipe, device)
     choose_threads(recipe.device.threads, num_parameters(student, teacher))
     settings = sampling_settings(recipe, data.stop_ids)
-    tracker.say(f"sampling: {settings.describe()}")
+    for line in (*data.warnings, f"sampling: {settings.describe()}"):
+        tracker.say(line)
     teachers: dict[str, AbstractTeacher] = {TEACHER: teacher} if teacher else {}
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
     return Parts(
@@ -106,6 +107,7 @@ def num_parameters(student: Student, teacher: FrozenTeacher | None) -> int:
 
 
 def load_student(recipe: Recipe, device: Device) -> Student:
+    """The model of [student], ready to learn."""
     config = recipe.student
     backbone = load_backbone(
         config.model,
@@ -171,6 +173,7 @@ def learner_of(
     world: World,
     device: Device,
 ) -> Learner:
+    """AdamW over what is trainable, and the steps it takes."""
     config = recipe.optim
     optimizer = torch.optim.AdamW(
         student.trainable_parameters().values(),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from etude.axes.names import Source
 from etude.config.schema import DataConfig, Recipe
 from etude.core.records import Prompt
-from etude.data.examples import Example, read_dataset, read_jsonl, require_answers, require_completions
+from etude.data.examples import Example, read_dataset, read_jsonl, require_completions
 from etude.data.prompts import PromptSource, split
 from etude.data.tasks import Verify, load_task, load_verifier
 from etude.errors import DataError
@@ -30,6 +30,7 @@ class Data:
     train: PromptSource
     held_out: list[Prompt]
     verify: Verify | None
+    warnings: tuple[str, ...]  # what is odd about the pair and no reason to refuse it, a sentence each
 
     def prompts_of_round(self, recipe: Recipe, stage: int, number: int) -> list[Prompt]:
         """All ranks' prompts of a round, rows numbered from 0."""
@@ -37,7 +38,7 @@ class Data:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without control tokens."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def read_data(recipe: Recipe) -> Data:
@@ -50,9 +51,10 @@ def read_data(recipe: Recipe) -> Data:
     config = recipe.data
     cards = {"student": read_card(recipe.student.model, trust_remote_code=recipe.student.trust_remote_code)}
     tokenizer = cards["student"].tokenizer
+    warnings: tuple[str, ...] = ()
     if recipe.teacher is not None:
         cards["teacher"] = read_card(recipe.teacher.model, trust_remote_code=recipe.teacher.trust_remote_code)
-        require_same(tokenizer, cards["teacher"].tokenizer)
+        warnings = require_same(tokenizer, cards["teacher"].tokenizer)
     stops = stop_ids(tokenizer, cards["student"].generation_config, recipe.sampler.stop)
     training, held_out, verify = read_examples(config, recipe.seed)
     needs_completions = Source.DATASET in recipe.sampler.writers
@@ -88,13 +90,15 @@ def read_data(recipe: Recipe) -> Data:
         train=train,
         held_out=evaluated.fixed(recipe.evaluation.prompts, recipe.evaluation.samples_per_prompt),
         verify=verify,
+        warnings=warnings,
     )
 
 
 def read_examples(config: DataConfig, seed: int) -> tuple[list[Example], list[Example], Verify | None]:
     """Training examples, held-out examples, and the judge of their answers if there is one."""
     if config.task is not None:
-        assert config.task_size is not None and config.eval_task_size is not None  # the schema fills them for a task
+        assert config.task_size is not None  # the schema fills both for a task
+        assert config.eval_task_size is not None
         task = load_task(config.task, count=config.task_size + config.eval_task_size, seed=seed)
         return *split(task.examples, config.eval_task_size, seed=seed), task.verify
     training = _read(config, config.prompts, config.dataset, config.split)
@@ -105,7 +109,6 @@ def read_examples(config: DataConfig, seed: int) -> tuple[list[Example], list[Ex
         training, held_out = split(training, rows, seed=seed)
     if config.verifier is None:
         return training, held_out, None
-    require_answers(held_out, "data.verifier")
     return training, held_out, load_verifier(config.verifier, held_out)
 
 

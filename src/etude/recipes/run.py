@@ -14,22 +14,27 @@ import importlib.metadata
 import json
 import platform
 import shutil
-import sys
 import time
+import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from etude.config.load import dump_toml
+from etude.config.load import dump_toml, load_recipe
+from etude.config.plain import leaves
 from etude.config.schema import Recipe
 from etude.errors import CheckpointError, RecipeError
-from etude.recipes.build import build
+from etude.models.backbone import load_backbone
+from etude.models.lora import base_of
+from etude.recipes.build import build, objective_of, sampling_settings
+from etude.recipes.data import read_data
+from etude.runtime.checkpoints import CheckpointStore
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
-from etude.training.loop import Parts, train as run_loop
-from etude.training.state import State
+from etude.training.loop import Parts
+from etude.training.loop import train as run_loop
+from etude.training.state import CHECKPOINTS_FOLDER, STUDENT_FOLDER, State
 
 RECIPE_FILE, SUMMARY_FILE, VERSIONS_FILE = "recipe.toml", "summary.json", "versions.json"
 
@@ -64,7 +69,9 @@ def train(recipe: Recipe, *, fresh: bool = False, quiet: bool = False) -> Summar
         if world.is_main:
             _open_run(folder, recipe, fresh)
         world.barrier()
-        with Tracker(folder if world.is_main else None, console=not quiet and world.is_main, total_steps=recipe.train.steps) as tracker:
+        with Tracker(
+            folder if world.is_main else None, console=not quiet and world.is_main, total_steps=recipe.train.steps
+        ) as tracker:
             return _run(recipe, folder, world, tracker)
     finally:
         world.close()
@@ -126,21 +133,58 @@ def _open_run(folder: Path, recipe: Recipe, fresh: bool) -> None:
 
 
 def _changed_lines(before: str, after: str) -> list[str]:
-    import tomllib
-
-    old, new = _flat(tomllib.loads(before)), _flat(tomllib.loads(after))
+    old, new = (dict(leaves(tomllib.loads(text))) for text in (before, after))
     keys = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key, 'unset')} there, {new.get(key, 'unset')} now" for key in keys]
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict):
-        items = tree.items()
-    elif isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
-        items = enumerate(tree)
+def check(recipe: Recipe) -> str:
+    """What can be found out before any weight is read: terms, tokenizers, data, lengths. Returns what to print.
+
+    Raises:
+        UsageError: the run could not start; the sentence says why and what to do.
+    """
+    objective = objective_of(recipe)
+    data = read_data(recipe)
+    lines = [
+        *(
+            f"term {term.name}: {rule.kind}, {rule.reason}"
+            for term, rule in zip(objective.terms, objective.verdicts, strict=True)
+        ),
+        f"prompts: {len(data.train)} to train on, {len(data.held_out)} held out, the longest of "
+        f"{data.train.longest_prompt} tokens; {data.train.dropped} dropped and {data.train.cut} cut as too long",
+        f"sampling: {sampling_settings(recipe, data.stop_ids).describe()}",
+        *data.warnings,
+    ]
+    return "\n".join(lines)
+
+
+def export(run: Path, *, to: Path, merge: bool) -> str:
+    """Write the newest student of a run as a folder of its own. Returns what to print.
+
+    Args:
+        run: the run's folder.
+        to: where to write; must not exist yet.
+        merge: fold LoRA adapters into the weights, for a plain folder; without it an adapter folder stays one.
+
+    Raises:
+        UsageError: no run there, no whole checkpoint in it, or something stands at `to`.
+    """
+    if not (run / RECIPE_FILE).is_file():
+        raise RecipeError(f"{run} holds no run (no {RECIPE_FILE}); name the folder that etude train printed")
+    if to.exists():
+        raise RecipeError(f"{to} exists already; name another folder with --to")
+    checkpoint = CheckpointStore(run / CHECKPOINTS_FOLDER).newest()
+    if checkpoint is None:
+        raise RecipeError(f"{run} has no whole checkpoint yet; let the run reach one")
+    student = checkpoint.path / STUDENT_FOLDER
+    adapters = base_of(str(student)) != str(student)
+    if merge and adapters:
+        load_backbone(str(student), dtype=load_recipe(run / RECIPE_FILE).student.dtype).save(to)
     else:
-        return {prefix: tree}
-    return {k: v for key, value in items for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
+        shutil.copytree(student, to)
+    kind = "a plain folder" if merge or not adapters else "an adapter folder (--merge folds it into its base)"
+    return f"wrote the student of step {checkpoint.step} to {to}, {kind}"
 
 
 def versions() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """How good the student is now: held-out divergence on its own fresh samples, task accuracy, and the answers themselves.
 
 The held-out reverse KL is measured where it matters for use: on prompts outside the training set, on completions the
-student writes now at sampling temperature 1, over the whole vocabulary, as a mean over all their tokens. Each evaluation
-of a run draws with the same random numbers, so that differences are the student's.
+student writes now at sampling temperature 1, over the whole vocabulary, as a mean over all their tokens. Each
+evaluation of a run draws with the same random numbers, so that differences are the student's.
 
 The loop calls it before the first step, at set intervals, and after the last step.
 """

@@ -41,9 +41,7 @@ class Marked(nn.Module):
 
     def forward(self, batch: Batch, scales_J: Tensor, heads: Mapping[str, OutputHead]) -> tuple[Tensor, Tensor]:
         """The scaled loss of a micro-batch and its metric sums."""
-        hidden_BTD = self.backbone.hidden_states(
-            batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT
-        )
+        hidden_BTD = self.backbone.hidden_states(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)
         hidden_ND = hidden_BTD.flatten(0, 1)[batch.predicted_from_N]
         return self.objective.sum(hidden_ND, self.backbone.head(), batch, scales_J, heads)
 
@@ -169,7 +167,7 @@ class Learner:
 
     @contextmanager
     def _dropout_of(self, number: int, micro_batch: int) -> Iterator[None]:
-        """Dropout draws from torch's global generator; here it depends on the place in the run and on nothing before."""
+        """Dropout draws from torch's global generator; here it depends on the place in the run, not on the past."""
         device = self.student.backbone.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(derive(self.seed, "dropout", self.plan.stage, number, micro_batch, self.world.rank))
@@ -177,7 +175,9 @@ class Learner:
 
     def _unsynchronised(self) -> AbstractContextManager[Any]:
         """Gradients of all micro-batches but the last stay on their rank."""
-        return self._module.no_sync() if isinstance(self._module, nn.parallel.DistributedDataParallel) else nullcontext()
+        return (
+            self._module.no_sync() if isinstance(self._module, nn.parallel.DistributedDataParallel) else nullcontext()
+        )
 
     def _clip_and_step(self) -> tuple[float, bool]:
         """The global gradient norm before clipping, and whether the step was skipped because it is not finite."""
@@ -201,7 +201,7 @@ class Learner:
         if self.skipped_in_a_row >= allowed:
             raise NonFiniteError(
                 f"the gradient norm was {norm} in {self.skipped_in_a_row} steps in a row; weights are as they were "
-                "before the first of them; lower optim.learning_rate or use compute_dtype = \"float32\""
+                'before the first of them; lower optim.learning_rate or use compute_dtype = "float32"'
             )
 
 

@@ -1,7 +1,7 @@
 """The synchronous loop, one screen: prompts, rollouts, scores, steps, again.
 
-Everything that varies (who writes, who judges, what is learned, where it is saved) is an object handed in; the number of
-steps taken is the whole state. `recipes/build.py` makes the parts, `recipes/run.py` calls `train`.
+Everything that varies (who writes, who judges, what is learned, where it is saved) is an object handed in; the number
+of steps taken is the whole state. `recipes/build.py` makes the parts, `recipes/run.py` calls `train`.
 """
 
 from __future__ import annotations

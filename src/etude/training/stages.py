@@ -1,8 +1,8 @@
 """Where in a run we are: rounds and steps, and the learning rate there.
 
-A round is prompts, rollouts, scores; it has `updates_per_round` x `epochs` optimiser steps, one by default. The number of
-steps taken is the whole state: round and place within the round follow from it, and so do the learning rate and every
-random number. Pure arithmetic, no torch.
+A round is prompts, rollouts, scores; it has `updates_per_round` x `epochs` optimiser steps, one by default. The number
+of steps taken is the whole state: round and place within the round follow from it, and so do the learning rate and
+every random number. Pure arithmetic, no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a run remembers, and how it is put down and taken up again.
 
-A checkpoint holds the student as a folder its own library loads, the optimiser, the loss scale, the counters, and, inside
-a round, the round's scored rows. No random state is kept: every random number follows from the seed and the step.
+A checkpoint holds the student as a folder its own library loads, the optimiser, the loss scale, the counters, and,
+inside a round, the round's scored rows. No random state is kept: every random number follows from the seed and the
+step.
 
 `runtime.checkpoints` knows how a folder becomes whole; this file knows what goes into it.
 """
@@ -30,7 +31,7 @@ from etude.training.buffers import load_round, save_round
 from etude.training.evaluation import Answer
 from etude.training.learner import Learner
 
-STUDENT_FOLDER = "student"
+CHECKPOINTS_FOLDER, STUDENT_FOLDER = "checkpoints", "student"
 
 
 @dataclass(slots=True)
@@ -49,11 +50,11 @@ class Saver:
 
     def __init__(self, folder: Path, *, keep: int, world: World, info: Mapping[str, Any]) -> None:
         self.folder = folder
-        self.store = CheckpointStore(folder / "checkpoints", keep=keep)
+        self.store = CheckpointStore(folder / CHECKPOINTS_FOLDER, keep=keep)
         self.world = world
         self.info = info
         self.clock: Callable[[], float] = lambda: 0.0  # seconds the run has taken so far, over all sittings
-        self._aside = folder / "checkpoints" / f".round-of-rank-{world.rank}"
+        self._aside = folder / CHECKPOINTS_FOLDER / f".round-of-rank-{world.rank}"
 
     def save(self, state: State, student: AbstractStudent, learner: Learner) -> None:
         """Put everything down; returns when the checkpoint is whole on disk."""

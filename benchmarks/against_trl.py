@@ -5,7 +5,7 @@ speed drifts drifts for both. Printed are medians over all timed steps, the rati
 each second of a step goes. It measures and does not judge: the exit status says whether it could measure.
 
     make bench
-    python benchmarks/against_trl.py --model FOLDER --trl-python build/trl-venv/bin/python --rounds 3
+    python benchmarks/against_trl.py --trl-python build/trl-venv/bin/python --model FOLDER --rounds 3
 """
 
 from __future__ import annotations
@@ -40,6 +40,19 @@ def run_side(side: str, python: str, options: argparse.Namespace) -> dict[str, A
     return line
 
 
+def take_turns(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Every side's lines, one a round."""
+    pythons = {"etude": sys.executable, "trl": options.trl_python}
+    lines: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    for number in range(options.rounds):
+        for side in SIDES:
+            line = run_side(side, pythons[side], options)
+            lines[side].append(line)
+            seconds, peak = step_seconds([line]), line["peak_mib"]
+            print(f"round {number + 1}  {side:<6}{seconds:>8.2f} s a step{peak:>8} MiB", flush=True)
+    return lines
+
+
 def step_seconds(lines: list[dict[str, Any]]) -> float:
     return statistics.median(step["step"] for line in lines for step in line["steps"])
 
@@ -72,7 +85,7 @@ def show(lines: dict[str, list[dict[str, Any]]], options: argparse.Namespace) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of the model; left out: SmolLM2-135M-Instruct from its package")
-    parser.add_argument("--trl-python", default="build/trl-venv/bin/python", help="the Python that has TRL")
+    parser.add_argument("--trl-python", required=True, help="the Python that has TRL")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each side")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a process")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads of both sides")
@@ -81,14 +94,7 @@ def main() -> None:
         from etude.data import smollm2
 
         options.model = str(smollm2.folder())
-    pythons = {"etude": sys.executable, "trl": options.trl_python}
-    lines: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for number in range(options.rounds):
-        for side in SIDES:
-            line = run_side(side, pythons[side], options)
-            lines[side].append(line)
-            print(f"round {number + 1}  {side:<6}{step_seconds([line]):>8.2f} s a step{line['peak_mib']:>8} MiB", flush=True)
-    show(lines, options)
+    show(take_turns(options), options)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ from etude.training.state import Saver, State
 PRECISION = "bfloat16"  # of the student's products, the teacher, and the copy that writes; master weights are float32
 
 
-def recipe(options: argparse.Namespace, folder: Path, texts: Sequence[str]) -> etude.Recipe:
+def recipe(options: argparse.Namespace, folder: Path) -> etude.Recipe:
     """Reverse KL over the full vocabulary, on-policy: all of that is the default."""
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    prompts.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in work.TEXT.splitlines()), "utf-8")
     return etude.load_recipe(
         {
             "output": str(folder / "run"),
@@ -86,7 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = work.prompt_texts(AutoTokenizer.from_pretrained(options.model))
-        asked = recipe(options, folder, texts)
+        asked = recipe(options, folder)
         with Tracker(folder, console=False, total_steps=asked.train.steps) as tracker:
             train(parts_of(asked, folder, tracker, texts), State())
         lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]

@@ -19,6 +19,7 @@ class TimedTrainer(DistillationTrainer):
     """The trainer as it is, with a stopwatch around its own phases."""
 
     stopwatch: work.Stopwatch
+    written = 0  # completion tokens of the latest step
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self.stopwatch.span("write"):

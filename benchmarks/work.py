@@ -31,8 +31,10 @@ learns just there what should have come next. After some weeks the wrong turns g
 short. Then they take a harder piece. Good teachers speak seldom of the whole and often of the next note; they know
 that a piece is made of such moments, and that each of them can be put right on its own, as long as the mark comes from
 somebody who has stood at the same place and knows how to go on. The room is small, the lamp is low, and outside the
-window a tram goes by every ten minutes, which both of them have long since stopped hearing while
-they count aloud, one and two and three and four, and the pupil smiles because for once the last bar came out right."""
+window a tram goes by every ten minutes, which both of them have long since stopped hearing while they count aloud, one
+and two and three and four, and the pupil smiles because for once the last bar came out right. Next week they will
+begin again at the top of the page, a little faster, and the wrong turns will be new ones, which is the best that can
+be said of anybody who is learning something."""
 
 
 def prompt_texts(tokenizer: Any) -> list[str]:

@@ -162,6 +162,7 @@ def likeliest(student: Tensor) -> str:
 
 
 def main() -> None:
+    """Print the proof, and train with each loss."""
     right = expected(full_vocabulary, NOVICE)[1]
     print(f"In expectation, over all {len(every_tune())} tunes:")
     print(f"{'loss':<18}{'value':>8}{'|gradient|':>13}{'|gradient - full vocabulary|':>32}")
@@ -188,8 +189,8 @@ def main() -> None:
 
 
 # What to take along:
-#   1. Judge a loss by its gradient. Its value can be perfect while nothing is learnt, and meaningless while all is well.
-#   2. The sampled note and the full vocabulary agree in expectation; the former asks less of the teacher and is noisier.
+#   1. Judge a loss by its gradient: the value can be perfect while nothing is learnt, and idle while all is well.
+#   2. The sampled note and the full vocabulary agree in expectation; the one asks little of the teacher and is noisy.
 #   3. Detach what is a verdict, count what you divide by, shift once, and train the stop.
 
 if __name__ == "__main__":

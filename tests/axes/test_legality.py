@@ -173,7 +173,7 @@ def test_a_point_meets_only_the_rows_its_term_trains() -> None:
 def test_objective_asks_the_same_table() -> None:
     """Every combination that a `Term` can hold: refused with the same sentence, or built with the same verdict."""
     parameters = {Divergence.JSD: {"beta": 0.5}}
-    parameters |= dict.fromkeys((Divergence.SKEW_FORWARD_KL, Divergence.SKEW_REVERSE_KL), {"alpha": 0.1})
+    parameters |= {name: {"alpha": 0.1} for name in (Divergence.SKEW_FORWARD_KL, Divergence.SKEW_REVERSE_KL)}
     samplings = [
         Sampling(rows, temperature=temperature, top_k=top_k, steps_per_round=steps)
         for rows in (frozenset({STUDENT}), frozenset({STUDENT, DATASET}))

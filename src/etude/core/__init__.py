@@ -1,0 +1,33 @@
+"""What one token is worth: the maths of distillation on plain tensors. It knows no model, file, config or network.
+
+Use it in a notebook as docs/core.md shows; the names below are its public door.
+"""
+
+from etude.axes.names import FinishReason, Source
+from etude.core.collate import collate
+from etude.core.divergences import forward_kl, jsd, reverse_kl, skew_forward_kl, skew_reverse_kl
+from etude.core.linear import OutputHead, head_sum
+from etude.core.objective import Objective, Term
+from etude.core.records import Batch, Prompt, Rollout, Scored, Scores
+from etude.core.reduction import term_scales
+
+__all__ = [
+    "Batch",
+    "FinishReason",
+    "Objective",
+    "OutputHead",
+    "Prompt",
+    "Rollout",
+    "Scored",
+    "Scores",
+    "Source",
+    "Term",
+    "collate",
+    "forward_kl",
+    "head_sum",
+    "jsd",
+    "reverse_kl",
+    "skew_forward_kl",
+    "skew_reverse_kl",
+    "term_scales",
+]

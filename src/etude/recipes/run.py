@@ -99,6 +99,11 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
     for path, reason in store.passed_over:
         tracker.say(f"passed over the checkpoint {path.name}: {reason}")
     if checkpoint is None:
+        if store.passed_over:
+            raise CheckpointError(
+                f"every checkpoint in {store.folder} is damaged ({store.passed_over[0][1]}); bring back a copy of one, or "
+                "start over with --fresh"
+            )
         tracker.truncate_after(-1)
         return State()
     threads = checkpoint.info["threads"]

@@ -102,10 +102,6 @@ class CheckpointStore:
             return Checkpoint(path, manifest["step"], manifest["info"])
         return None
 
-    def path(self, step: int) -> Path:
-        """The folder of the checkpoint of that step, there or not."""
-        return self.folder / _name(step)
-
     def require_space(self, needed_bytes: int) -> None:
         """Raise `CheckpointError` unless so many bytes are free where the checkpoints go."""
         free_bytes = self._free_bytes()

@@ -169,9 +169,17 @@ class Learner:
     def _dropout_of(self, number: int, micro_batch: int) -> Iterator[None]:
         """Dropout draws from torch's global generator; here it depends on the place in the run, not on the past."""
         device = self.student.backbone.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(derive(self.seed, "dropout", self.plan.stage, number, micro_batch, self.world.rank))
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index])
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(derive(self.seed, "dropout", self.plan.stage, number, micro_batch, self.world.rank))
+        try:
             yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     def _unsynchronised(self) -> AbstractContextManager[Any]:
         """Gradients of all micro-batches but the last stay on their rank."""

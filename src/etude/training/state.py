@@ -98,7 +98,7 @@ class Saver:
 
     def student_folder(self, step: int) -> Path:
         """Where the student of that checkpoint lies, as its own library loads it."""
-        return self.store.path(step) / STUDENT_FOLDER
+        return self.store.path_of(step) / STUDENT_FOLDER
 
     def keep_answers(self, name: str, step: int, answers: Sequence[Answer]) -> None:
         """Write `samples/<name>.jsonl`, one answer a line."""

@@ -1,0 +1,237 @@
+"""The faults of the field, planted one at a time: the suite's own checks must notice each of them.
+
+A check is a test function of another file, loaded afresh with the fault in place. Each is also run without the fault,
+so that what it notices is the fault and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.axes.names import Estimator, Form, Reduction, Support
+from etude.core import divergences, estimators, linear, logprobs, objective, reduction
+from etude.core.linear import OutputHead
+from etude.core.objective import Objective
+from etude.core.records import Batch
+
+TESTS = Path(__file__).parents[1]
+COLLATE = importlib.import_module("etude.core.collate")  # `etude.core.collate` by attribute is the function
+Plant = Callable[[pytest.MonkeyPatch], None]
+Check = Callable[[], object]
+
+
+def load(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"planted_{Path(file).stem}", TESTS / file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# The faults ---------------------------------------------------------------------------------------------------------
+
+
+def student_shifted(patch: pytest.MonkeyPatch) -> None:
+    """Student logits are read at the token's own place, where they are about the next one."""
+    right = logprobs.predicted_from
+    patch.setattr(COLLATE, "predicted_from", lambda prompt, completion: right(prompt, completion) + 1)
+
+
+def shift_itself(patch: pytest.MonkeyPatch) -> None:
+    right = logprobs.predicted_from
+    patch.setattr(logprobs, "predicted_from", lambda prompt, completion: right(prompt, completion) + 1)
+
+
+def prompt_in_the_loss(patch: pytest.MonkeyPatch) -> None:
+    """Scores are read from the start of the row, whatever the length of its prompt."""
+    patch.setattr(COLLATE, "predicted_from", lambda prompt, completion: torch.arange(completion))
+
+
+def mask_not_applied(patch: pytest.MonkeyPatch) -> None:
+    """The mask is accepted, and everything is trained."""
+    patch.setattr(objective, "row_mask", lambda rollout, **_: torch.ones(rollout.num_completion_tokens, dtype=bool))
+
+
+def masked_tokens_in_the_divisor(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(objective, "row_count", lambda mask, _: mask.shape[0])
+
+
+def direction_swapped(patch: pytest.MonkeyPatch) -> None:
+    forward, reverse = divergences.forward_kl, divergences.reverse_kl
+    patch.setattr(divergences, "forward_kl", reverse)
+    patch.setattr(divergences, "reverse_kl", forward)
+
+
+def mixture_weights_swapped(patch: pytest.MonkeyPatch) -> None:
+    right = divergences._log_mixture
+    patch.setattr(divergences, "_log_mixture", lambda first, second, weight: right(first, second, 1 - weight))
+
+
+def mean_of_each_micro_batch(patch: pytest.MonkeyPatch) -> None:
+    """The loss is divided by the tokens of its own micro-batch."""
+    right = Objective.sum
+
+    def own_mean(
+        self: Objective, hidden: Tensor, head: OutputHead, batch: Batch, scales: Tensor, heads: Mapping[str, OutputHead]
+    ) -> tuple[Tensor, Tensor]:
+        return right(self, hidden, head, batch, self.coefficients / batch.weights_JN.sum(-1), heads)
+
+    patch.setattr(Objective, "sum", own_mean)
+
+
+def ranks_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are averaged over ranks and nobody makes up for it."""
+    right = reduction.term_scales
+    patch.setattr(reduction, "term_scales", lambda counts, coefficients, world_size: right(counts, coefficients, 1))
+
+
+def temperature_on_one_side(patch: pytest.MonkeyPatch) -> None:
+    """Only the first softmax of each tile, the student's, is tempered."""
+    right, calls = logprobs.next_token_logprobs, list[int]()
+
+    def half(logits: Tensor, temperature: float = 1.0) -> Tensor:
+        calls.append(1)
+        return right(logits, temperature if len(calls) % 2 else 1.0)
+
+    patch.setattr(objective, "next_token_logprobs", half)
+
+
+def k1_differentiated(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(estimators, "form_value", lambda c, form: c)
+
+
+def k3_differentiated(patch: pytest.MonkeyPatch) -> None:
+    right = estimators.form_value
+    patch.setattr(estimators, "form_value", lambda c, form: right(c, Form.K3))
+
+
+def ratio_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The importance ratio is one, with the right gradient: as if every token were the student's own."""
+    patch.setattr(
+        estimators,
+        "importance_ratio",
+        lambda *, student_logprobs, behaviour_logprobs: one_with_gradient(student_logprobs),
+    )
+
+
+def one_with_gradient(logprobs: Tensor) -> Tensor:
+    return (logprobs - logprobs.detach()).exp()
+
+
+def advantage_of_the_wrong_sign(patch: pytest.MonkeyPatch) -> None:
+    right = estimators.returns
+    patch.setattr(estimators, "returns", lambda rewards, discount: right(-rewards, discount))
+
+
+def tiles_read_the_first_labels(patch: pytest.MonkeyPatch) -> None:
+    """Every tile takes the labels and weights of the first one."""
+    right = linear._Sums.add_tile
+
+    def from_the_start(
+        self: linear._Sums,
+        tokens: slice,
+        inner: int,
+        token_loss: linear.TokenLoss,
+        heads: Mapping[str, tuple[OutputHead, Tensor]],
+    ) -> None:
+        def shifted(student: Tensor, teacher: Mapping[str, Tensor], where: slice) -> tuple[Tensor, Tensor]:
+            return token_loss(student, teacher, slice(where.start - tokens.start, where.stop - tokens.start))
+
+        right(self, tokens, inner, shifted, heads)
+
+    patch.setattr(linear._Sums, "add_tile", from_the_start)
+
+
+# Who notices --------------------------------------------------------------------------------------------------------
+
+
+def values(name: str, expected: float) -> Check:
+    def check() -> None:
+        module = load("core/test_divergences.py")
+        module.test_values(module.ALL.get(name) or getattr(module, name), expected)
+
+    return check
+
+
+def of_objective(test: str, *arguments: object) -> Check:
+    return lambda: getattr(load("core/test_objective.py"), test)(*arguments)
+
+
+def of_equivalence(test: str, *arguments: object) -> Check:
+    def check() -> None:
+        module = load("equivalence/test_objective.py")
+        getattr(module, test)(module.Reader(), *arguments)
+
+    return check
+
+
+def outside_the_answers() -> None:
+    module = load("core/test_objective.py")
+    module.test_outside_the_answers_nothing_counts(module.FULL_TERMS[0], 2**28)
+
+
+def truth(**term: object) -> Check:
+    def check() -> None:
+        load("core/test_estimator_truth.py").test_drawn_tokens_equal_the_whole_vocabulary(term, 1.0)
+
+    return check
+
+
+SAMPLED = {"support": Support.SAMPLED}
+POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
+
+
+@pytest.mark.parametrize(
+    ("plant", "check"),
+    [
+        (student_shifted, of_objective("test_ragged_rows_each_read_their_own_scores")),
+        (student_shifted, outside_the_answers),
+        (student_shifted, lambda: load("core/test_collate.py").test_scored_tokens_of_ragged_rows()),
+        (
+            shift_itself,
+            lambda: load("core/test_logprobs.py").test_completion_token_j_is_predicted_at_prompt_plus_j_minus_one(
+                3, 2, [2, 3]
+            ),
+        ),
+        (prompt_in_the_loss, outside_the_answers),
+        (mask_not_applied, of_objective("test_cut_rows_leave_numerator_divisor_and_metrics_together", False, 25)),
+        (
+            masked_tokens_in_the_divisor,
+            of_objective("test_cut_rows_leave_numerator_divisor_and_metrics_together", False, 25),
+        ),
+        (direction_swapped, values("forward_kl", 0.625 * math.log(2))),
+        (direction_swapped, of_objective("test_loss_temperature", 1.0, 1.905177, 1.992436, 2**28)),
+        (mixture_weights_swapped, values("jsd(0.1)", 0.037234)),
+        (mixture_weights_swapped, values("skew_reverse_kl", 0.284836)),
+        (
+            mean_of_each_micro_batch,
+            lambda: load("equivalence/test_objective.py").test_ten_and_nine_times_one_make_1_9_and_not_5_5(),
+        ),
+        (mean_of_each_micro_batch, of_objective("test_reductions", Reduction.SEQUENCE_MEAN, 2.5)),
+        (ranks_forgotten, of_equivalence("test_two_ranks_are_one_step", 4)),
+        (temperature_on_one_side, of_objective("test_equal_models_are_at_zero_at_every_temperature", 2.0)),
+        (k1_differentiated, truth(**SAMPLED)),
+        (k3_differentiated, truth(**SAMPLED)),
+        (
+            ratio_forgotten,
+            lambda: load("core/test_estimator_truth.py").test_ratio_corrects_another_sampling_temperature(0.5, 1.0),
+        ),
+        (advantage_of_the_wrong_sign, truth(**POLICY)),
+        (tiles_read_the_first_labels, of_equivalence("test_the_budget_changes_nothing", 2_000)),
+    ],
+)
+def test_noticed(plant: Plant, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    check()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()

@@ -1,0 +1,326 @@
+"""One step is one step: the gradient does not depend on how its rows are cut into micro-batches, ranks or tiles.
+
+A small recurrent model reads the padded batch, so that a token's hidden state depends on every token before it, and a
+row that looked at its neighbours or at its padding would be noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from etude.axes.legality import Sampling
+from etude.axes.names import Divergence, Estimator, FinishReason, Importance, Reduction, Source, Support
+from etude.core import linear
+from etude.core.collate import collate
+from etude.core.divergences import forward_kl, jsd, reverse_kl
+from etude.core.linear import OutputHead
+from etude.core.objective import Objective, Term
+from etude.core.records import Batch, Prompt, Rollout, Scored, Scores, as_ids
+from etude.core.reduction import term_scales
+
+VOCAB, HIDDEN, TEACHER_HIDDEN = 19, 6, 4
+Rows = Sequence[Scored]
+Gradients = dict[str, Tensor]
+
+
+class Reader(nn.Module):
+    """Hidden states from the ids before and at each place; the head has a bias, a scale and a soft cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.mixing = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+        self.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN))
+        self.bias = nn.Parameter(torch.randn(VOCAB))
+
+    def hidden(self, batch: Batch) -> Tensor:
+        states_BTD, _ = self.mixing(self.embedding(batch.token_ids_BT))
+        return states_BTD.flatten(0, 1)[batch.predicted_from_N]
+
+    def head(self) -> OutputHead:
+        return OutputHead(self.weight, self.bias, scale=1.5, softcap=4.0)
+
+
+@pytest.fixture
+def reader() -> Reader:
+    return Reader()
+
+
+TEACHER_HEAD = OutputHead(torch.randn(VOCAB, TEACHER_HIDDEN, generator=torch.Generator().manual_seed(11)))
+
+TERMS = [
+    Term("reverse_kl"),
+    Term("jsd", divergence=Divergence.JSD, beta=0.3, coefficient=0.5),
+    Term("by_row", divergence=Divergence.FORWARD_KL, reduction=Reduction.SEQUENCE_MEAN),
+    Term("finished", divergence=Divergence.SKEW_REVERSE_KL, alpha=0.1, train_truncated=False),
+    Term("gold", teacher="label", divergence=Divergence.FORWARD_KL, sources={Source.DATASET}),
+    Term("drawn", support=Support.SAMPLED, sources={Source.STUDENT}),
+    Term(
+        "policy",
+        support=Support.SAMPLED,
+        estimator=Estimator.POLICY_GRADIENT,
+        importance=Importance.PPO_CLIP,
+        clip=0.2,
+        discount=0.5,
+        sources={Source.STUDENT},
+    ),
+]
+
+
+def objective_of(*terms: Term, chunk_bytes: int = 2**20) -> Objective:
+    sampling = Sampling(rows=frozenset({Source.STUDENT, Source.DATASET}))
+    return Objective(terms or TERMS, sampling=sampling, chunk_bytes=chunk_bytes)
+
+
+def eight_rows(objective: Objective) -> list[Scored]:
+    """Prompts and answers of all lengths, cut and finished, written by student and dataset."""
+    generator = torch.Generator().manual_seed(3)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    def logprobs(length: int) -> Tensor:
+        return -3 * torch.rand(length, generator=generator)
+
+    rows = list[Scored]()
+    for row in range(8):
+        length = number(1, 9)
+        source = Source.DATASET if row in (2, 5) else Source.STUDENT
+        written = Rollout(
+            Prompt(torch.randint(VOCAB, (number(1, 6),), generator=generator), row=row),
+            torch.randint(VOCAB, (length,), generator=generator),
+            source,
+            FinishReason.LENGTH if row % 3 == 0 else FinishReason.STOP,
+            version=0,
+            behaviour_logprobs=logprobs(length) if source is Source.STUDENT else None,
+        )
+        hidden = torch.randn(length, TEACHER_HIDDEN, generator=generator)
+        marks = Scores("teacher", sampled_logprobs=logprobs(length), hidden=hidden)
+        rows.append(Scored(written, {"teacher": marks}, student_logprobs=logprobs(length)))
+    return objective.prepare(rows)
+
+
+def backward(reader: Reader, objective: Objective, rows: Rows, scales: Tensor) -> tuple[Gradients, float]:
+    """Gradients and loss of one micro-batch."""
+    batch = collate(rows)
+    loss, _ = objective.sum(reader.hidden(batch), reader.head(), batch, scales, {"teacher": TEACHER_HEAD})
+    names = [name for name, _ in reader.named_parameters()]
+    return dict(zip(names, torch.autograd.grad(loss, list(reader.parameters())), strict=True)), loss.item()
+
+
+def added(parts: Sequence[tuple[Gradients, float]]) -> tuple[Gradients, float]:
+    gradients = {name: sum((g[name] for g, _ in parts), torch.tensor(0.0)) for name in parts[0][0]}
+    return gradients, sum(loss for _, loss in parts)
+
+
+def step(reader: Reader, objective: Objective, micro_batches: Sequence[Rows]) -> tuple[Gradients, float]:
+    """One optimiser step: one count over all micro-batches, then each of them backward."""
+    counts = objective.counts([row for rows in micro_batches for row in rows])
+    scales = term_scales(counts, objective.coefficients, 1)
+    return added([backward(reader, objective, rows, scales) for rows in micro_batches])
+
+
+def assert_same(found: tuple[Gradients, float], expected: tuple[Gradients, float], tolerance: float = 1e-6) -> None:
+    assert found[1] == pytest.approx(expected[1], abs=tolerance, rel=tolerance)
+    for name, gradient in expected[0].items():
+        torch.testing.assert_close(
+            found[0][name], gradient, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m
+        )
+
+
+def cut(rows: Rows, size: int) -> list[Rows]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+# Micro-batches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "terms", [[term] for term in TERMS] + [TERMS], ids=lambda terms: "+".join(t.name for t in terms)
+)
+def test_1x8_2x4_4x2_and_8x1_are_one_step(reader: Reader, terms: list[Term]) -> None:
+    objective = objective_of(*terms)
+    rows = eight_rows(objective)
+    whole = step(reader, objective, [rows])
+    assert any(gradient.abs().max() > 1e-3 for gradient in whole[0].values())
+    for size in (4, 2, 1):
+        assert_same(step(reader, objective, cut(rows, size)), whole)
+    assert_same(step(reader, objective, [rows[:1], rows[1:6], rows[6:]]), whole)
+    assert_same(step(reader, objective, [list(reversed(rows))]), whole)
+
+
+def row_of_losses(losses: Sequence[float]) -> tuple[Scored, Tensor]:
+    """A dataset row with these cross-entropies, and the two-id logits that have them."""
+    rollout = Rollout(
+        Prompt(as_ids([0]), row=0), as_ids([1] * len(losses)), Source.DATASET, FinishReason.STOP, version=0
+    )
+    probability = (-torch.tensor(losses, dtype=torch.float64)).exp()
+    return Scored(rollout, {}), torch.stack([(1 - probability).log(), probability.log()], dim=-1)
+
+
+def test_ten_and_nine_times_one_make_1_9_and_not_5_5() -> None:
+    objective = objective_of(TERMS[4])
+    micro_batches = [row_of_losses([10.0]), row_of_losses([1.0] * 9)]
+    head = OutputHead(torch.eye(2, dtype=torch.float64))
+    prepared = objective.prepare([row for row, _ in micro_batches])
+    scales = term_scales(objective.counts(prepared), objective.coefficients, 1)
+    losses = [
+        objective.sum(logits, head, collate([row]), scales, {})[0].item()
+        for row, (_, logits) in zip(prepared, micro_batches, strict=True)
+    ]
+    assert sum(losses) == pytest.approx(1.9)
+
+
+def test_an_incomplete_last_step_is_divided_by_its_own_tokens(reader: Reader) -> None:
+    """Five micro-batches at four a step: the second step's gradient is that of the fifth alone."""
+    objective = objective_of(*TERMS[:4])
+    micro_batches = cut(eight_rows(objective)[:5], 1)
+    steps = [step(reader, objective, micro_batches[start : start + 4]) for start in range(0, 5, 4)]
+    assert len(steps) == 2
+    assert_same(steps[1], step(reader, objective, micro_batches[4:]))
+    (row,) = micro_batches[4]
+    alone = objective_of(TERMS[0])
+    (alone_row,) = alone.prepare([row])
+    batch = collate([alone_row])
+    values = reverse_kl(
+        student_logprobs=reader.head().logits(reader.hidden(batch)).log_softmax(-1),
+        teacher_logprobs=TEACHER_HEAD.logits(row.scores["teacher"].hidden).log_softmax(-1),  # type: ignore[arg-type]
+    )
+    assert step(reader, alone, [[alone_row]])[1] == pytest.approx(values.mean().item(), abs=1e-6)
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------
+
+
+def ranks_step(reader: Reader, objective: Objective, ranks: Sequence[Sequence[Rows]]) -> tuple[Gradients, float]:
+    """What a data-parallel wrapper makes of it: counts summed over ranks, gradients averaged over ranks."""
+    counts = sum((objective.counts([r for rows in rank for r in rows]) for rank in ranks), torch.zeros(()))
+    scales = term_scales(counts, objective.coefficients, world_size=len(ranks))
+    total, loss = added([added([backward(reader, objective, rows, scales) for rows in rank]) for rank in ranks])
+    return {name: gradient / len(ranks) for name, gradient in total.items()}, loss / len(ranks)
+
+
+@pytest.mark.parametrize("share", [4, 1, 7])
+def test_two_ranks_are_one_step(reader: Reader, share: int) -> None:
+    objective = objective_of()
+    rows = eight_rows(objective)
+    assert_same(
+        ranks_step(reader, objective, [cut(rows[:share], 2), cut(rows[share:], 2)]), step(reader, objective, [rows])
+    )
+
+
+def test_a_rank_without_tokens_takes_part_and_adds_nothing(reader: Reader) -> None:
+    objective = objective_of(TERMS[3])  # trains finished rows only
+    rows = eight_rows(objective)
+    finished = [row for row in rows if not row.rollout.truncated]
+    idle = [row for row in rows if row.rollout.truncated]
+    assert finished
+    assert idle
+    idle_gradients, idle_loss = ranks_step(reader, objective, [[idle], [idle]])
+    assert idle_loss == 0.0
+    assert not any(gradient.any() for gradient in idle_gradients.values())
+    assert_same(ranks_step(reader, objective, [[finished], [idle]]), step(reader, objective, [finished]))
+
+
+# Padding ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_alone_equals_the_row_in_any_batch(reader: Reader) -> None:
+    objective = objective_of()
+    rows = eight_rows(objective)
+    scales = torch.ones(len(objective.terms), dtype=torch.float64)
+    for row in rows:
+        idle = [other.with_prepared(weights=torch.zeros_like(other.weights)) for other in rows if other is not row]  # type: ignore[arg-type]
+        assert_same(
+            backward(reader, objective, [*idle[:3], row, *idle[3:]], scales), backward(reader, objective, [row], scales)
+        )
+
+
+# Tiles --------------------------------------------------------------------------------------------------------------
+
+
+def plain_loss(reader: Reader, objective: Objective, batch: Batch, scales: Tensor) -> Tensor:
+    """The first two terms written out on whole [N, V] tensors."""
+    columns = batch.teachers["teacher"]
+    assert columns.hidden_ND is not None
+    affine = functional.linear(reader.hidden(batch), reader.weight, reader.bias)
+    student = (4.0 * torch.tanh(1.5 * affine / 4.0)).log_softmax(-1)
+    teacher = (columns.hidden_ND @ TEACHER_HEAD.weight_VD.T).log_softmax(-1)
+    values = (
+        reverse_kl(student_logprobs=student, teacher_logprobs=teacher),
+        jsd(student_logprobs=student, teacher_logprobs=teacher, beta=0.3),
+    )
+    total = sum(s * (w * v).sum() for s, w, v in zip(scales.float(), batch.weights_JN, values, strict=True))
+    assert isinstance(total, Tensor)
+    return total
+
+
+@pytest.mark.parametrize("tiles", [(7, 3), (7, 7), (1, 1), (100, 100)])
+def test_tiles_are_one_loss(reader: Reader, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """23 tokens, in tiles of 7 one of which no term trains, against the plain path; the head's gradient included."""
+
+    def cut_to(*_: object, **__: object) -> tuple[int, int]:
+        return tiles
+
+    monkeypatch.setattr(linear, "tile_sizes", cut_to)
+    objective = objective_of(*TERMS[:2])
+    batch = collate(eight_rows(objective))
+    batch = first_tokens(batch, 23)
+    batch.weights_JN[:, 7:14] = 0.0
+    scales = torch.tensor([1 / 16, 0.5 / 16], dtype=torch.float64)
+    loss, _ = objective.sum(reader.hidden(batch), reader.head(), batch, scales, {"teacher": TEACHER_HEAD})
+    plain = plain_loss(reader, objective, batch, scales)
+    found = torch.autograd.grad(loss, list(reader.parameters()))
+    expected = torch.autograd.grad(plain, list(reader.parameters()))
+    assert loss.item() == pytest.approx(plain.item(), abs=1e-6)
+    for (name, _), a, b in zip(reader.named_parameters(), found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: n + m)
+        assert b.any(), name
+
+
+def first_tokens(batch: Batch, count: int) -> Batch:
+    """The batch with its first `count` scored tokens only."""
+    assert batch.num_scored_tokens >= count
+    columns = {f.name: getattr(batch, f.name)[..., :count] for f in fields(batch) if f.name.endswith("N")}
+    teacher = batch.teachers["teacher"]
+    assert teacher.hidden_ND is not None
+    assert teacher.sampled_logprobs_N is not None
+    cut_teacher = replace(
+        teacher, hidden_ND=teacher.hidden_ND[:count], sampled_logprobs_N=teacher.sampled_logprobs_N[:count]
+    )
+    return replace(batch, **columns, teachers={"teacher": cut_teacher})
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2_000, 20_000, 2**28])
+def test_the_budget_changes_nothing(reader: Reader, chunk_bytes: int) -> None:
+    roomy, tight = objective_of(), objective_of(chunk_bytes=chunk_bytes)
+    rows = eight_rows(roomy)
+    assert_same(step(reader, tight, [rows]), step(reader, roomy, [rows]))
+
+
+# Support ------------------------------------------------------------------------------------------------------------
+
+
+def test_jsd_at_its_ends_is_the_two_kls(reader: Reader) -> None:
+    for beta, divergence in ((0.0, Divergence.FORWARD_KL), (1.0, Divergence.REVERSE_KL)):
+        end, plain = objective_of(Term(divergence=Divergence.JSD, beta=beta)), objective_of(Term(divergence=divergence))
+        assert_same(step(reader, end, [eight_rows(end)]), step(reader, plain, [eight_rows(plain)]), tolerance=0.0)
+
+
+def test_cross_entropy_is_forward_kl_to_a_one_hot_teacher(reader: Reader) -> None:
+    objective = objective_of(TERMS[4])
+    rows = [row for row in eight_rows(objective) if row.rollout.source is Source.DATASET]
+    batch = collate(rows)
+    student = reader.head().logits(reader.hidden(batch)).log_softmax(-1)
+    label = functional.one_hot(batch.target_ids_N, VOCAB).float().log()
+    expected = forward_kl(student_logprobs=student, teacher_logprobs=label).mean()
+    gradients, loss = step(reader, objective, [rows])
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    (by_hand,) = torch.autograd.grad(expected, reader.weight)
+    torch.testing.assert_close(gradients["weight"], by_hand, atol=1e-6, rtol=1e-6)

@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from etude.experiments.quickstart import WAYS, Arena
+from etude.experiments.arena import Arena
+from etude.experiments.quickstart import WAYS
 
 RATES = (5e-4, 2e-3, 5e-3)
 

@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from etude.experiments.quickstart import WAYS, Arena, Score
+from etude.experiments.arena import Arena, Score
+from etude.experiments.quickstart import WAYS
 
 ROUTES = (24, 36, 60)  # training routes of 396
 NAMES = ("offpolicy_forward_kl", "offpolicy_reverse_kl", "onpolicy")

@@ -8,7 +8,7 @@ arguments and never sees a recipe.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from etude.axes.names import Gives, Source
 from etude.config.schema import Recipe, TermConfig
 from etude.core.objective import Objective, Term
-from etude.errors import PairError
+from etude.errors import PairError, RecipeError
 from etude.models.backbone import LoraSettings, load_backbone
 from etude.models.mixture import DatasetSampler, MixtureSampler
 from etude.models.roles import AbstractSampler, AbstractTeacher
@@ -45,13 +45,14 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
     """
     objective = objective_of(recipe)
     require_gives(objective, {TEACHER: FrozenTeacher.gives} if recipe.teacher else {})
-    data = read_data(recipe)
+    require_rows(recipe, world)
     device = choose_device(recipe, world)
+    data = read_data(recipe)
     student = load_student(recipe, device)
     teacher = load_teacher(recipe, device)
     choose_threads(recipe.device.threads, num_parameters(student, teacher))
     settings = sampling_settings(recipe, data.stop_ids)
-    for line in (*data.warnings, f"sampling: {settings.describe()}"):
+    for line in (data.describe(), *data.warnings, f"sampling: {settings.describe()}"):
         tracker.say(line)
     teachers: dict[str, AbstractTeacher] = {TEACHER: teacher} if teacher else {}
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
@@ -64,7 +65,7 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
         prompts=partial(data.prompts_of_round, recipe, plan.stage),
         evaluation=evaluation_of(recipe, data, student, teacher, settings, world, device),
         plan=plan,
-        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info={"threads": torch.get_num_threads()}),
+        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device)),
         tracker=tracker,
         world=world,
         seed=recipe.seed,
@@ -100,6 +101,21 @@ def require_gives(objective: Objective, gives: Mapping[str, frozenset[Gives]]) -
             )
 
 
+def require_rows(recipe: Recipe, world: World) -> None:
+    """Each process writes at least one row of every round."""
+    rows = recipe.train.prompts_per_round * recipe.sampler.samples_per_prompt
+    if rows < world.size:
+        raise RecipeError(
+            f"a round has {rows} rows (train.prompts_per_round x sampler.samples_per_prompt), which {world.size} processes "
+            "cannot share; raise either key or start fewer processes"
+        )
+
+
+def facts_of(settings: SamplingSettings, device: Device) -> dict[str, object]:
+    """What the recipe left open and this run decided: kept with each checkpoint."""
+    return {"threads": torch.get_num_threads(), "device": asdict(device), "sampling": settings.describe()}
+
+
 def num_parameters(student: Student, teacher: FrozenTeacher | None) -> int:
     """Of the larger model."""
     backbones = [student.backbone] + ([teacher.backbone] if teacher else [])
@@ -115,7 +131,7 @@ def load_student(recipe: Recipe, device: Device) -> Student:
         compute_dtype=device.compute_dtype,
         device=device.name,
         keep_layers=config.keep_layers,
-        lora=None if config.lora is None else LoraSettings(**config.lora.model_dump()),
+        lora=None if config.lora is None else LoraSettings(**config.lora.model_dump(), seed=recipe.seed),
         activation_checkpointing=config.activation_checkpointing,
         dropout=config.dropout,
         trust_remote_code=config.trust_remote_code,

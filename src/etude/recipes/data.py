@@ -29,12 +29,20 @@ class Data:
     stop_ids: tuple[int, ...]  # what ends an answer, resolved once
     train: PromptSource
     held_out: list[Prompt]
+    dropped: int  # prompts left out as too long, held-out ones included
+    cut: int  # and shortened ones
     verify: Verify | None
     warnings: tuple[str, ...]  # what is odd about the pair and no reason to refuse it, a sentence each
 
     def prompts_of_round(self, recipe: Recipe, stage: int, number: int) -> list[Prompt]:
         """All ranks' prompts of a round, rows numbered from 0."""
         return self.train.batch(stage, number, recipe.train.prompts_per_round, recipe.sampler.samples_per_prompt)
+
+    def describe(self) -> str:
+        """How many prompts there are, and what became of those that are too long."""
+        text = f"prompts: {len(self.train)} to train on, {len(self.held_out)} held out"
+        fates = {"dropped": self.dropped, "cut": self.cut}
+        return text + "".join(f", {count} {fate} as too long" for fate, count in fates.items() if count)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without control tokens."""
@@ -89,6 +97,8 @@ def read_data(recipe: Recipe) -> Data:
         stop_ids=stops,
         train=train,
         held_out=evaluated.fixed(recipe.evaluation.prompts, recipe.evaluation.samples_per_prompt),
+        dropped=train.dropped + evaluated.dropped,
+        cut=train.cut + evaluated.cut,
         verify=verify,
         warnings=warnings,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import time
@@ -30,13 +31,15 @@ from etude.models.lora import base_of
 from etude.recipes.build import build, objective_of, sampling_settings
 from etude.recipes.data import read_data
 from etude.runtime.checkpoints import CheckpointStore
-from etude.runtime.tracking import Tracker
+from etude.runtime.tracking import METRICS_FILE, Tracker
 from etude.runtime.world import World
 from etude.training.loop import Parts
 from etude.training.loop import train as run_loop
-from etude.training.state import CHECKPOINTS_FOLDER, STUDENT_FOLDER, State
+from etude.training.state import CHECKPOINTS_FOLDER, SAMPLES_FOLDER, STUDENT_FOLDER, State, read_state
 
 RECIPE_FILE, SUMMARY_FILE, VERSIONS_FILE = "recipe.toml", "summary.json", "versions.json"
+# Of all that a run writes, the recipe goes last: half removed, the folder is still known as a run's.
+OWN_ENTRIES = (CHECKPOINTS_FOLDER, SAMPLES_FOLDER, METRICS_FILE, SUMMARY_FILE, VERSIONS_FILE, RECIPE_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +81,35 @@ def train(recipe: Recipe, *, fresh: bool = False, quiet: bool = False) -> Summar
 
 
 def _run(recipe: Recipe, folder: Path, world: World, tracker: Tracker) -> Summary:
-    parts = build(recipe, folder=folder, world=world, tracker=tracker)
-    started = time.monotonic()
-    state = _restore(parts, tracker)
-    earlier = state.seconds
-    parts.saver.clock = lambda: earlier + time.monotonic() - started
-    if state.step < parts.plan.steps:
-        state = run_loop(parts, state)
-    student = parts.saver.student_folder(state.step)
-    summary = Summary(str(folder), str(student), state.step, parts.saver.clock(), state.before, state.after)
+    state = _finished(folder, recipe.train.steps)
+    if state is None:
+        state = _go_on(build(recipe, folder=folder, world=world, tracker=tracker), folder)
+    else:
+        tracker.say(f"the run in {folder} has taken its {state.step} steps")
+    student = CheckpointStore(folder / CHECKPOINTS_FOLDER).path_of(state.step) / STUDENT_FOLDER
+    summary = Summary(str(folder), str(student), state.step, state.seconds, state.before, state.after)
     if world.is_main:
         _write_json(folder / SUMMARY_FILE, asdict(summary))
     return summary
+
+
+def _finished(folder: Path, steps: int) -> State | None:
+    """The last state of a run that has taken all its steps, read without its models."""
+    store = CheckpointStore(folder / CHECKPOINTS_FOLDER)
+    checkpoint = store.newest() if store.path_of(steps).exists() else None
+    return read_state(checkpoint) if checkpoint is not None and checkpoint.step == steps else None
+
+
+def _go_on(parts: Parts, folder: Path) -> State:
+    if parts.world.is_main:
+        _write_json(folder / VERSIONS_FILE, versions() | dict(parts.saver.info))
+    started = time.monotonic()
+    state = _restore(parts, parts.tracker)
+    earlier = state.seconds
+    parts.saver.clock = lambda: earlier + time.monotonic() - started
+    state = run_loop(parts, state)
+    state.seconds = parts.saver.clock()
+    return state
 
 
 def _restore(parts: Parts, tracker: Tracker) -> State:
@@ -101,8 +121,8 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
     if checkpoint is None:
         if store.passed_over:
             raise CheckpointError(
-                f"every checkpoint in {store.folder} is damaged ({store.passed_over[0][1]}); bring back a copy of one, or "
-                "start over with --fresh"
+                f"every checkpoint in {store.folder} is damaged ({store.passed_over[0][1]}); bring back a copy of one, "
+                "or start over with --fresh"
             )
         tracker.truncate_after(-1)
         return State()
@@ -119,25 +139,45 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
 
 def _open_run(folder: Path, recipe: Recipe, fresh: bool) -> None:
     """Make the run folder, or check that it belongs to this recipe."""
-    text = dump_toml(recipe)
-    written = folder / RECIPE_FILE
-    if fresh and written.exists():
-        shutil.rmtree(folder)
-    if written.exists():
-        changed = _changed_lines(written.read_text(encoding="utf-8"), text)
-        if changed:
-            raise CheckpointError(
-                f"{folder} holds a run with other settings ({'; '.join(changed)}); "
-                "start over with --fresh, or give this one another name or output"
-            )
-    elif folder.exists() and any(folder.iterdir()):
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"output = {folder} is a file; choose another folder")
+    entries = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
+    if entries >= {RECIPE_FILE, VERSIONS_FILE} and fresh:
+        _remove(folder)
+    elif entries >= {RECIPE_FILE, VERSIONS_FILE}:
+        _require_same(folder, recipe)
+        return
+    elif any(not name.startswith(".") for name in entries - {VERSIONS_FILE}):
         raise RecipeError(f"{folder} is not empty and holds no run; choose another output folder")
     folder.mkdir(parents=True, exist_ok=True)
-    written.write_text(text, encoding="utf-8")
     _write_json(folder / VERSIONS_FILE, versions())
+    _write(folder / RECIPE_FILE, dump_toml(recipe))
 
 
-def _changed_lines(before: str, after: str) -> list[str]:
+def _remove(folder: Path) -> None:
+    """What a run wrote there, and nothing else."""
+    for name in OWN_ENTRIES:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _require_same(folder: Path, recipe: Recipe) -> None:
+    """Refuse a run that was started with other settings, and list them."""
+    try:
+        changed = _changed_keys((folder / RECIPE_FILE).read_text(encoding="utf-8"), dump_toml(recipe))
+    except ValueError as error:  # not TOML, not UTF-8
+        raise CheckpointError(f"{folder / RECIPE_FILE} cannot be read: {error}; start over with --fresh") from None
+    if changed:
+        raise CheckpointError(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}); "
+            "start over with --fresh, or give this one another name or output"
+        )
+
+
+def _changed_keys(before: str, after: str) -> list[str]:
     old, new = (dict(leaves(tomllib.loads(text))) for text in (before, after))
     keys = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key, 'unset')} there, {new.get(key, 'unset')} now" for key in keys]
@@ -156,8 +196,7 @@ def check(recipe: Recipe) -> str:
             f"term {term.name}: {rule.kind}, {rule.reason}"
             for term, rule in zip(objective.terms, objective.verdicts, strict=True)
         ),
-        f"prompts: {len(data.train)} to train on, {len(data.held_out)} held out, the longest of "
-        f"{data.train.longest_prompt} tokens; {data.train.dropped} dropped and {data.train.cut} cut as too long",
+        f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
         f"sampling: {sampling_settings(recipe, data.stop_ids).describe()}",
         *data.warnings,
     ]
@@ -185,7 +224,8 @@ def export(run: Path, *, to: Path, merge: bool) -> str:
     student = checkpoint.path / STUDENT_FOLDER
     adapters = base_of(str(student)) != str(student)
     if merge and adapters:
-        load_backbone(str(student), dtype=load_recipe(run / RECIPE_FILE).student.dtype).save(to)
+        config = load_recipe(run / RECIPE_FILE).student
+        load_backbone(str(student), dtype=config.dtype, trust_remote_code=config.trust_remote_code).save(to)
     else:
         shutil.copytree(student, to)
     kind = "a plain folder" if merge or not adapters else "an adapter folder (--merge folds it into its base)"
@@ -201,8 +241,15 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found | {"threads": str(torch.get_num_threads())}
+    return found
 
 
 def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    _write(path, json.dumps(value, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole text or nothing, whenever the run is killed."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

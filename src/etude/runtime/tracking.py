@@ -40,7 +40,7 @@ METRICS: Mapping[str, str] = {
     "student/logprob": "mean log-prob the student gives the scored tokens, in nats",
     "sampler/logprob_gap": "mean absolute difference between the writer's own log-probs and the trainer's, in nats",
     "gradient/norm": "global gradient norm before clipping",
-    "gradient/skipped": "1 where the gradient was not finite and the step left the weights alone, else 0",
+    "gradient/skipped": "1 where the step left the weights alone: gradient not finite, or no token to train; else 0",
     "learning_rate": "of this step",
     "rollout/length": "mean completion tokens of the round's rows, the stop id included",
     "rollout/truncated": "share of the round's rows cut at max_new_tokens",

@@ -1,7 +1,8 @@
 """A round's scored rows on disk, for a checkpoint that falls inside a round.
 
 One safetensors file with every row's tensors one after the other, and the rest as JSON. A row comes back with the same
-bits, so that the steps still to be taken are the ones that would have been taken.
+bits, so that the steps still to be taken are the ones that would have been taken. Its example stays behind: no step
+reads it, and a dataset's row may hold what JSON cannot.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ def save_round(folder: Path, rows: Sequence[Scored]) -> None:
         facts.append(
             {
                 "row": rollout.prompt.row,
-                "example": dict(rollout.prompt.example),
                 "source": rollout.source.value,
                 "finish_reason": rollout.finish_reason.value,
                 "version": rollout.version,
@@ -69,7 +69,6 @@ def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Score
         token_ids=tensors[prefix + "prompt.token_ids"],
         row=fact["row"],
         completion_ids=tensors.get(prefix + "prompt.completion_ids"),
-        example=fact["example"],
     )
     rollout = Rollout(
         prompt=prompt,

@@ -74,7 +74,7 @@ def measure(
     """The objective's metrics on these rows, without learning from them."""
     rows = objective.prepare(scored)
     sums_M = torch.zeros(len(objective.metric_names), dtype=torch.float64)
-    scales_J = term_scales(objective.counts(rows), objective.coefficients, 1).to(backbone.device)
+    scales_J = term_scales(objective.counts(rows), objective.coefficients, 1)
     for group in micro_batches(rows, tokens_per_batch):
         batch = collate(group).to(backbone.device)
         hidden_BTD = backbone.hidden_states(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)
@@ -124,17 +124,20 @@ class Evaluation:
 
     def run(self, student: AbstractStudent, version: int) -> EvaluationReport:
         """Measure the student as it is; `version` is the number of steps it has taken."""
-        mine = [prompt for prompt in self.prompts if prompt.row % self.world.size == self.world.rank]
-        rollouts = self._write(self.sampler, student, mine, version)
+        rollouts = self._write(self.sampler, student, self._share(self.prompts), version)
         answers = [self._answer(rollout) for rollout in rollouts]
         metrics = self._means("heldout", rollouts, answers)
         if self.teacher is not None:
             metrics["heldout/reverse_kl"] = self._reverse_kl(student, rollouts)
         if self.greedy_sampler is not None and self.verify is not None:
-            greedy = self._write(self.greedy_sampler, student, _once_each(mine), version)
+            greedy = self._write(self.greedy_sampler, student, self._share(_once_each(self.prompts)), version)
             metrics["heldout/accuracy_greedy"] = self._mean([self._answer(r).correct or 0.0 for r in greedy])
         shown = self.world.gather_objects([answer.as_json() for answer in answers if answer.row < self.show])
         return EvaluationReport(metrics, sorted((Answer(**values) for values in shown), key=lambda a: a.row))
+
+    def _share(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Those of the prompts that this rank writes to."""
+        return list(prompts[self.world.rank :: self.world.size])
 
     def _write(
         self, sampler: AbstractSampler, student: AbstractStudent, prompts: Sequence[Prompt], version: int

@@ -22,13 +22,15 @@ from etude.core.linear import OutputHead
 from etude.core.objective import Objective
 from etude.core.records import Batch, Scored
 from etude.core.reduction import term_scales
-from etude.errors import NonFiniteError
+from etude.errors import NonFiniteError, RecipeError
+from etude.models.forward import batches_by_length
 from etude.models.roles import AbstractBackbone, AbstractStudent
 from etude.runtime.seeds import derive
 from etude.runtime.world import World
 from etude.training.stages import Plan
 
 MAX_SKIPPED_IN_A_ROW = 3  # a run whose steps keep being non-finite is stopped rather than idled
+MAX_EMPTY_ROUNDS = 3  # and so is one whose rounds keep having nothing to train; one of them may be chance
 
 
 class Marked(nn.Module):
@@ -52,19 +54,13 @@ class StepReport:
 
     step: int  # steps taken, this one included
     metrics: dict[str, float]
-    skipped: bool  # the gradient was not finite: weights and optimiser are as before
+    skipped: bool  # the gradient was not finite, or nothing was trained: weights and optimiser are as before
 
 
 def micro_batches(rows: Sequence[Scored], token_budget: int) -> list[list[Scored]]:
     """Rows of similar length together, each group's padded size within the budget (a longer row stands alone)."""
-    groups: list[list[Scored]] = []
-    for row in sorted(rows, key=lambda row: -row.rollout.token_ids.shape[0]):
-        # Sorted from the longest, so the first row of a group sets its width.
-        if groups and (len(groups[-1]) + 1) * groups[-1][0].rollout.token_ids.shape[0] <= token_budget:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
+    lengths = [row.rollout.token_ids.shape[0] for row in rows]
+    return [[rows[index] for index in indices] for indices in batches_by_length(lengths, token_budget)]
 
 
 class Learner:
@@ -109,7 +105,8 @@ class Learner:
         self.clip_norm = clip_norm
         self.seed = seed
         self.scaler = scaler or torch.amp.GradScaler(student.backbone.device.type, enabled=False)
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row = 0  # steps whose gradient was not finite
+        self.empty_in_a_row = 0  # steps in which no token was trained
         self._peak_rates = [group["lr"] for group in optimizer.param_groups]
         self._module = world.wrap(Marked(student.backbone, objective))
 
@@ -130,12 +127,18 @@ class Learner:
 
     def _step(self, rows: Sequence[Scored], number: int, spare: Scored) -> StepReport:
         counts_J = self.world.sum(self.objective.counts(rows))
-        scales_J = term_scales(counts_J, self.objective.coefficients, self.world.size)
         factor = self.rate(number)
         for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = peak * factor
-        sums_M = self.world.sum(self._accumulate(rows, scales_J, number, spare))
-        norm, skipped = self._clip_and_step()
+        if counts_J.any():
+            self.empty_in_a_row = 0
+            scales_J = term_scales(counts_J, self.objective.coefficients, self.world.size)
+            sums_M = self.world.sum(self._accumulate(rows, scales_J, number, spare))
+            norm, skipped = self._clip_and_step()
+        else:  # with a gradient of zero the optimiser would still move the weights, by momentum and decay
+            self._count_empty()
+            sums_M = torch.zeros(len(self.objective.metric_names), dtype=torch.float64)
+            norm, skipped = 0.0, True
         metrics = self.objective.summarise(sums_M) | {
             "gradient/norm": norm,
             "gradient/skipped": float(skipped),
@@ -157,7 +160,7 @@ class Learner:
             for i, group in enumerate(groups):
                 more = i + 1 < len(groups)
                 with self._dropout_of(number, i), self._unsynchronised() if more else nullcontext():
-                    loss, sums = self._module(collate(group).to(device), scales_J.to(device), self.heads)
+                    loss, sums = self._module(collate(group).to(device), scales_J, self.heads)
                     self.scaler.scale(loss).backward()
                 if any((row.weights != 0).any() for row in group if row.weights is not None):
                     sums_M += sums.cpu()
@@ -201,6 +204,15 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self._count_skipped(skipped, norm)
         return norm, skipped
+
+    def _count_empty(self) -> None:
+        self.empty_in_a_row += 1
+        if self.empty_in_a_row >= min(MAX_EMPTY_ROUNDS * self.plan.steps_per_round, self.plan.steps):
+            raise RecipeError(
+                f"no token was trained in {self.empty_in_a_row} steps in a row: each of their rows was cut at "
+                "sampler.max_new_tokens with train_truncated = false, or written by somebody no term names in its "
+                "sources; raise max_new_tokens, train cut rows as well, or name who writes"
+            )
 
     def _count_skipped(self, skipped: bool, norm: float) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -31,7 +31,8 @@ from etude.training.buffers import load_round, save_round
 from etude.training.evaluation import Answer
 from etude.training.learner import Learner
 
-CHECKPOINTS_FOLDER, STUDENT_FOLDER = "checkpoints", "student"
+CHECKPOINTS_FOLDER, STUDENT_FOLDER, SAMPLES_FOLDER = "checkpoints", "student", "samples"
+STATE_FILE = "state.json"
 
 
 @dataclass(slots=True)
@@ -78,9 +79,10 @@ class Saver:
             "after": state.after,
             "seconds": self.clock(),
             "skipped_in_a_row": learner.skipped_in_a_row,
+            "empty_in_a_row": learner.empty_in_a_row,
             "scaler": learner.scaler.state_dict(),
         }
-        (folder / "state.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        (folder / STATE_FILE).write_text(json.dumps(facts, indent=2), encoding="utf-8")
         if state.pending is not None:
             for rank in range(self.world.size):
                 shutil.move(self.store.folder / f".round-of-rank-{rank}", folder / f"round-of-rank-{rank}")
@@ -88,22 +90,30 @@ class Saver:
     def restore(self, checkpoint: Checkpoint, student: AbstractStudent, learner: Learner) -> State:
         """Take everything up again, bit for bit."""
         student.load(checkpoint.path / STUDENT_FOLDER)
-        facts = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
+        facts = _facts(checkpoint)
         tensors = load_tensors(checkpoint.path / "optimizer.safetensors")
         unpack_optimizer(learner.optimizer, student.trainable_parameters(), tensors, facts["optimizer"])
         learner.skipped_in_a_row = facts["skipped_in_a_row"]
+        learner.empty_in_a_row = facts["empty_in_a_row"]
         learner.scaler.load_state_dict(facts["scaler"])
-        pending = load_round(checkpoint.path / f"round-of-rank-{self.world.rank}")
-        return State(facts["step"], pending, facts["before"], facts["after"], facts["seconds"])
-
-    def student_folder(self, step: int) -> Path:
-        """Where the student of that checkpoint lies, as its own library loads it."""
-        return self.store.path_of(step) / STUDENT_FOLDER
+        state = read_state(checkpoint)
+        state.pending = load_round(checkpoint.path / f"round-of-rank-{self.world.rank}")
+        return state
 
     def keep_answers(self, name: str, step: int, answers: Sequence[Answer]) -> None:
         """Write `samples/<name>.jsonl`, one answer a line."""
         if self.world.is_main and answers:
-            folder = self.folder / "samples"
+            folder = self.folder / SAMPLES_FOLDER
             folder.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps({"step": step, **asdict(answer)}, ensure_ascii=False) + "\n" for answer in answers]
             (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def read_state(checkpoint: Checkpoint) -> State:
+    """Where the run was, without student, optimiser and pending rows."""
+    facts = _facts(checkpoint)
+    return State(facts["step"], before=facts["before"], after=facts["after"], seconds=facts["seconds"])
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    return json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8"))

@@ -58,10 +58,10 @@ def step_seconds(lines: list[dict[str, Any]]) -> float:
 
 
 def spans(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """The median seconds of every part of a step, in the order of the step."""
+    """The median seconds of every part of a step, the longest first."""
     steps = [step for line in lines for step in line["steps"]]
-    names = [name for name in steps[0] if name != "step"]
-    return {name: statistics.median(step[name] for step in steps) for name in names}
+    medians = {name: statistics.median(step[name] for step in steps) for name in steps[0] if name != "step"}
+    return dict(sorted(medians.items(), key=lambda item: -item[1]))
 
 
 def show(lines: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:

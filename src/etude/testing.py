@@ -7,10 +7,12 @@ what is written here and nothing else, so that expected values can be worked out
     student = Student(tiny_backbone("gpt2"))          # the same without a folder
     teacher = CountingTeacher()                       # ln 0.9 for the next number, ln 0.1/9 for any other
     sampler = ScriptedSampler(lambda prompt: [5, 2], stop_ids=(2,))
+    recipe = load_recipe(tiny_recipe(tmp_path), ["train.steps=2"])  # a whole run of a second
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -145,6 +147,39 @@ def tiny_folder(
     """Save `tiny_model(kind, **model)` and a word tokenizer; returns the folder as a recipe names it."""
     tiny_backbone(kind, tokenizer=tokenizer, **model).save(folder)
     return str(folder)
+
+
+def tiny_recipe(
+    folder: Path, kind: Kind = "llama", *, tokenizer: PreTrainedTokenizerBase | None = None, **model: Any
+) -> dict[str, Any]:
+    """Settings of a whole run of a second, for `load_recipe`: two tiny models, and 24 prompts with answers.
+
+    Args:
+        folder: where models, prompts and the run (`folder / "run"`) go.
+        kind: of both models; `tokenizer` and `model` as for `tiny_folder`, the teacher's seed being one more.
+    """
+    model = {"layers": 1, "seed": 0} | model
+    student = tiny_folder(folder / "student", kind, tokenizer=tokenizer, **model)
+    teacher = tiny_folder(folder / "teacher", kind, tokenizer=tokenizer, **model | {"seed": model["seed"] + 1})
+    rows = [{"prompt": _words(row, 1 + row % 5), "completion": _words(7 * row, 1 + row % 3)} for row in range(24)]
+    lines = [json.dumps(row | {"answer": row["completion"]}) + "\n" for row in rows]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {
+        "output": str(folder / "run"),
+        "student": {"model": student},
+        "teacher": {"model": teacher},
+        "data": {"prompts": str(folder / "prompts.jsonl"), "eval_size": 4, "verifier": "exact"},
+        "sampler": {"max_new_tokens": 6},
+        "train": {"steps": 4, "prompts_per_round": 4},
+        "optim": {"learning_rate": 0.01},
+        "evaluation": {"every": 0, "show": 2},
+        "checkpoint": {"every": 1, "keep": 100},
+        "device": {"device": "cpu", "threads": 1},
+    }
+
+
+def _words(first: int, count: int) -> str:
+    return " ".join(f"w{(first + place) % 25}" for place in range(count))
 
 
 def rollout_of(

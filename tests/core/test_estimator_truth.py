@@ -174,7 +174,7 @@ POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
 
 
 def legal(kind: str, sampling: Sampling | None = None, temperature: float = 1.0, **term: object) -> Objective:
-    objective = Objective([Term(**term)], sampling=sampling, temperature=temperature)  # type: ignore[arg-type]
+    objective = Objective([Term(**term)], sampling=sampling, temperature=temperature)
     assert [rule.kind for rule in objective.verdicts] == [kind]
     return objective
 
@@ -236,7 +236,7 @@ def returns_by_hand(rewards_YC: Tensor, discount: float) -> Tensor:
         discount ** (u - t) * functional.one_hot(torch.tensor(t), LENGTH) * rewards_YC[:, u : u + 1]
         for t in range(LENGTH)
         for u in range(t, LENGTH)
-    )  # type: ignore[return-value]
+    )
 
 
 def test_discounted() -> None:
@@ -284,7 +284,7 @@ def test_ppo_clip() -> None:
 
 
 def unjudged(**term: object) -> Objective:
-    return Unjudged([Term(**term)])  # type: ignore[arg-type]
+    return Unjudged([Term(**term)])
 
 
 def is_zero(found: Tensor) -> bool:

@@ -153,6 +153,7 @@ CLIP_CASES = [
     (1.1, 1.0, False),
     (0.9, -1.0, False),
     (1.5, 0.0, False),
+    (0.5, 0.0, False),
 ]
 
 

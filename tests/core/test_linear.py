@@ -25,7 +25,7 @@ def random_head(seed: int, hidden: int, dtype: torch.dtype = torch.float64, **op
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(VOCAB, hidden, generator=generator, dtype=torch.float64).to(dtype)
     bias = torch.randn(VOCAB, generator=generator, dtype=torch.float64).to(dtype)
-    return OutputHead(weight.requires_grad_(), bias.requires_grad_(), **options)  # type: ignore[arg-type]
+    return OutputHead(weight.requires_grad_(), bias.requires_grad_(), **options)
 
 
 def random_hidden(seed: int, hidden: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -226,13 +226,13 @@ def test_gradients_are_freed_by_the_backward_pass() -> None:
     head, hidden = random_head(1, HIDDEN), random_hidden(3, HIDDEN).requires_grad_()
     loss, _ = head_sum(hidden, head, student_only, 1)
     assert loss.grad_fn is not None
-    kept = weakref.ref(loss.grad_fn.saved_tensors[1])  # type: ignore[attr-defined]
+    kept = weakref.ref(loss.grad_fn.saved_tensors[1])
     loss.backward()
     head.weight_VD.grad = None
     gc.collect()
     assert kept() is None
     with pytest.raises(RuntimeError, match="already been freed"):
-        _ = loss.grad_fn.saved_tensors  # type: ignore[attr-defined]
+        _ = loss.grad_fn.saved_tensors
 
 
 # The budget ---------------------------------------------------------------------------------------------------------

@@ -464,7 +464,7 @@ def test_sums_add_up_over_micro_batches() -> None:
 )
 def test_a_term_refuses_what_would_do_nothing(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Term(**arguments)  # type: ignore[arg-type]
+        Term(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_a_term_refuses_what_would_do_nothing(arguments: dict[str, object], mess
 )
 def test_a_policy_gradient_term_refuses_what_is_out_of_range(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Term("a", support=Support.SAMPLED, estimator=Estimator.POLICY_GRADIENT, **arguments)  # type: ignore[arg-type]
+        Term("a", support=Support.SAMPLED, estimator=Estimator.POLICY_GRADIENT, **arguments)
 
 
 def test_an_objective_needs_terms_with_names_of_their_own() -> None:

@@ -84,7 +84,7 @@ def test_what_was_prepared_has_a_row_a_term_and_an_entry_a_token(field: str) -> 
 def test_records_are_frozen() -> None:
     row = rollout([1], [2])
     with pytest.raises(AttributeError):
-        row.version = 1  # type: ignore[misc]
+        row.version = 1
 
 
 def test_a_batch_moves_whole() -> None:

@@ -190,7 +190,7 @@ def test_an_incomplete_last_step_is_divided_by_its_own_tokens(reader: Reader) ->
     batch = collate([alone_row])
     values = reverse_kl(
         student_logprobs=reader.head().logits(reader.hidden(batch)).log_softmax(-1),
-        teacher_logprobs=TEACHER_HEAD.logits(row.scores["teacher"].hidden).log_softmax(-1),  # type: ignore[arg-type]
+        teacher_logprobs=TEACHER_HEAD.logits(row.scores["teacher"].hidden).log_softmax(-1),
     )
     assert step(reader, alone, [[alone_row]])[1] == pytest.approx(values.mean().item(), abs=1e-6)
 
@@ -236,7 +236,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(reader: Reader) -> None:
     rows = eight_rows(objective)
     scales = torch.ones(len(objective.terms), dtype=torch.float64)
     for row in rows:
-        idle = [other.with_prepared(weights=torch.zeros_like(other.weights)) for other in rows if other is not row]  # type: ignore[arg-type]
+        idle = [other.with_prepared(weights=torch.zeros_like(other.weights)) for other in rows if other is not row]
         assert_same(
             backward(reader, objective, [*idle[:3], row, *idle[3:]], scales), backward(reader, objective, [row], scales)
         )

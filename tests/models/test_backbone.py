@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaForCausalLM,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from etude.core.collate import pad_rows
@@ -93,7 +92,7 @@ class TestHead:
             ("phi", {}),  # a head with a bias
         ],
     )
-    def test_families_with_a_head_of_their_own(self, family: str, settings: dict[str, float]) -> None:
+    def test_families_with_a_head_of_their_own(self, family: str, settings: dict[str, Any]) -> None:
         backbone = TransformersBackbone(family_model(family, settings), word_tokenizer())
         with torch.no_grad():
             expected = backbone.base(input_ids=torch.tensor([ROW]), use_cache=False).logits[0]
@@ -121,7 +120,7 @@ class TestHead:
             TransformersBackbone(model, word_tokenizer())
 
 
-def family_model(family: str, settings: dict[str, float], **sizes: int) -> PreTrainedModel:
+def family_model(family: str, settings: dict[str, Any], **sizes: int) -> PreTrainedModel:
     common = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(
@@ -171,6 +170,15 @@ class TestDecoding:
         decoding = backbone.decoding([torch.tensor(ROW), torch.tensor(LONG)])
         decoding.append(torch.tensor([3, 4]))
         torch.testing.assert_close(decoding.next_logits()[0], logits(backbone, [*ROW, 3])[0][-1], atol=1e-5, rtol=1e-5)
+
+    def test_rows_leave_recurrent_layers_too(self) -> None:
+        kinds = ["linear_attention", "full_attention"]
+        backbone = TransformersBackbone(family_model("qwen3_5_text", {"layer_types": kinds}), word_tokenizer())
+        decoding = backbone.decoding([torch.tensor(ROW), torch.tensor(LONG)])
+        decoding.next_logits()
+        decoding.keep(torch.tensor([0]))
+        decoding.append(torch.tensor([3]))
+        torch.testing.assert_close(decoding.next_logits()[0], logits(backbone, [*ROW, 3])[0][-1], atol=1e-4, rtol=1e-4)
 
     def test_an_architecture_that_reads_its_padding_is_refused(self) -> None:
         config = AutoConfig.for_model("mamba", vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)
@@ -246,62 +254,6 @@ class TestLoading:
         backbone.save(tmp_path / "saved")
 
 
-class TestRefusals:
-    def test_no_such_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"there is no folder .*nowhere; name a folder"):
-            load_backbone(str(tmp_path / "nowhere"))
-
-    def test_no_such_model_on_the_hub(self) -> None:
-        with pytest.raises(ModelError, match=r"'some/model' is no folder here, and its configuration could not be had"):
-            load_backbone("some/model")
-
-    def test_no_such_shipped_model(self) -> None:
-        with pytest.raises(ModelError, match="no model 'etude:nothing' comes with etude"):
-            load_backbone("etude:nothing")
-
-    def test_no_such_precision(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match="there is no precision 'bf16'; write one of float32, bfloat16"):
-            load_backbone(tiny_folder(tmp_path), dtype="bf16")
-
-    def test_encoder_decoder(self, tmp_path: Path) -> None:
-        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-        T5ForConditionalGeneration(T5Config(vocab_size=32, decoder_start_token_id=0, **sizes)).save_pretrained(tmp_path)
-        with pytest.raises(ModelError, match=r"encoder-decoder model \(t5\)"):
-            load_backbone(str(tmp_path))
-
-    def test_no_tokenizer(self, tmp_path: Path, kind: Kind) -> None:
-        tiny_model(kind).save_pretrained(tmp_path)
-        with pytest.raises(ModelError, match="holds no tokenizer"):
-            load_backbone(str(tmp_path))
-
-    def test_broken_settings(self, tmp_path: Path) -> None:
-        folder = tiny_folder(tmp_path)
-        (tmp_path / "config.json").write_text("{")
-        with pytest.raises(ModelError, match="the configuration of .* cannot be read: .*not a valid JSON"):
-            load_backbone(folder)
-
-    def test_pickled_weights(self, tmp_path: Path) -> None:
-        folder = tiny_folder(tmp_path)
-        (tmp_path / "model.safetensors").unlink()
-        torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
-        with pytest.raises(ModelError, match="the weights of .* cannot be read: .*no file named model.safetensors"):
-            load_backbone(folder)
-
-    def test_garbage_weights(self, tmp_path: Path) -> None:
-        folder = tiny_folder(tmp_path)
-        (tmp_path / "model.safetensors").write_bytes(b"garbage" * 10)
-        with pytest.raises(ModelError, match="the weights of .* cannot be read"):
-            load_backbone(folder)
-
-    def test_missing_weights_are_not_made_up(self, tmp_path: Path) -> None:
-        folder = tiny_folder(tmp_path)
-        model = tiny_model()
-        weights = {name: weight for name, weight in model.state_dict().items() if "norm.weight" not in name}
-        model.save_pretrained(tmp_path, state_dict=weights)
-        with pytest.raises(ModelError, match=r"incomplete: 5 are missing .*, model\.layers\.0\.input_layernorm"):
-            load_backbone(folder)
-
-
 class TestDropout:
     def test_is_off_unless_asked_for(self, tmp_path: Path) -> None:
         """GPT-2's own settings say 0.1."""
@@ -341,6 +293,10 @@ class TestPrecision:
         assert {weight.dtype for weight in backbone.parameters()} == {getattr(torch, dtype)}
         expected = torch.float64 if dtype == "float64" else torch.float32
         assert logits(backbone, ROW)[0].dtype == expected
+
+    def test_no_such_precision(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match="there is no precision 'bf16'; write one of float32, bfloat16"):
+            load_backbone(tiny_folder(tmp_path), dtype="bf16")
 
     def test_a_copy_follows_the_original(self, kind: Kind) -> None:
         student = tiny_backbone(kind, tied=True)

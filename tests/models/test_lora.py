@@ -5,14 +5,14 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from etude.core.collate import pad_rows
 from etude.errors import ExtraMissing, ModelError
 from etude.models.backbone import TransformersBackbone, load_backbone
-from etude.models.lora import LoraSettings
+from etude.models.lora import LoraSettings, add_adapters
 from etude.models.student import Student
-from etude.testing import Kind, tiny_folder
+from etude.testing import Kind, tiny_folder, word_tokenizer
 
 ROW = [7, 11, 2, 30, 9, 2]
 SETTINGS = LoraSettings(rank=2, alpha=4.0)
@@ -118,6 +118,24 @@ def test_a_low_precision_copy_holds_the_effective_weights(base: str) -> None:
     exact = load_backbone(base, lora=SETTINGS).copy_as("float32")
     exact.load_weights_from(backbone)
     torch.testing.assert_close(logits(exact), logits(backbone), atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_on_experts_are_merged_too() -> None:
+    """A stack of experts is one parameter of three dimensions, and its adapters nest."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "head_dim": 8}
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=32, num_hidden_layers=1, num_attention_heads=2, num_experts=4, **sizes
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    backbone = TransformersBackbone(add_adapters(model, SETTINGS), word_tokenizer()).eval()
+    copy = backbone.copy_as("float32")
+    names = Student(backbone).trainable_parameters()
+    assert any("experts" in name for name in names)
+    with torch.no_grad():
+        for weight in names.values():
+            weight.add_(torch.randn_like(weight))
+    copy.load_weights_from(backbone)
+    torch.testing.assert_close(logits(copy), logits(backbone), atol=1e-4, rtol=1e-4)
 
 
 def test_dropout_of_the_adapters_acts_in_training_mode_only(base: str) -> None:

@@ -154,6 +154,8 @@ def _without_known_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         # GPT-2 stores its weights transposed; peft sees it, does the right thing and says so.
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        # For stacks of experts peft writes rank and alpha patterns of its own and then misses modules of that name.
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         yield
 
 

@@ -106,8 +106,8 @@ def require_rows(recipe: Recipe, world: World) -> None:
     rows = recipe.train.prompts_per_round * recipe.sampler.samples_per_prompt
     if rows < world.size:
         raise RecipeError(
-            f"a round has {rows} rows (train.prompts_per_round x sampler.samples_per_prompt), which {world.size} processes "
-            "cannot share; raise either key or start fewer processes"
+            f"a round has {rows} rows (train.prompts_per_round x sampler.samples_per_prompt), too few for "
+            f"{world.size} processes; raise either key or start fewer of them"
         )
 
 

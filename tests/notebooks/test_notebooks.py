@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 SMALL = """
 RECIPE = "maze"
-OVERRIDES = ["output={output}", "train.steps=3", "train.prompts_per_round=8", "evaluation.prompts=8", "device.threads=1"]
+OVERRIDES = ["output={output}", "train.steps=3", "train.prompts_per_round=8", "evaluation.prompts=8"]
 """
 
 

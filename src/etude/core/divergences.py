@@ -86,8 +86,8 @@ def jsd(*, student_logprobs: Tensor, teacher_logprobs: Tensor, beta: float) -> T
     >>> [round(jsd(student_logprobs=q, teacher_logprobs=p, beta=b).item(), 6) for b in (0.0, 0.1, 0.5, 0.9, 1.0)]
     [0.433217, 0.037234, 0.092089, 0.031399, 0.346574]
 
-    Note the jump of scale next to the ends: JSD(beta) / beta goes to forward KL as beta goes to 0. A recipe with a beta
-    within 0.05 of an end is warned about when it is loaded.
+    Note the jump of scale next to the ends: JSD(beta) / beta goes to forward KL as beta goes to 0. `Objective.warnings`
+    names a beta within 0.05 of an end.
 
     Raises:
         ValueError: beta outside [0, 1].

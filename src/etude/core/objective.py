@@ -33,6 +33,7 @@ from etude.core.weighting import row_mask
 from etude.errors import PairError, RecordError
 
 ALL_SOURCES = frozenset(Source)
+NEAR_AN_END = 0.05  # betas of jsd nearer to 0 or 1 than this are warned about: the signal shrinks in proportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,13 @@ class Term:
         return divergence_fn(self.divergence, beta=self.beta, alpha=self.alpha)
 
     def __post_init__(self) -> None:
+        # Plain words, as a notebook writes them, become the axes' own; an unknown one is a ValueError.
+        words = {"support": Support, "divergence": Divergence, "estimator": Estimator, "importance": Importance}
+        for name, axis in (words | {"reduction": Reduction}).items():
+            object.__setattr__(self, name, axis(getattr(self, name)))
+        object.__setattr__(self, "form", None if self.form is None else Form(self.form))
+        object.__setattr__(self, "sources", frozenset(Source(source) for source in self.sources))
+
         def refuse(found: str, expected: str) -> None:
             raise ValueError(f"term '{self.name}' has {found}; {expected}")
 
@@ -149,6 +157,16 @@ class Objective:
     def needs_student_logprobs(self) -> bool:
         """Whether `prepare` needs a pass of the student before the round's first step."""
         return any(term.rewards_needed for term in self.terms)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is legal and perhaps not meant, a sentence each."""
+        return tuple(
+            f"term '{term.name}': jsd with beta = {term.beta} has about {min(term.beta, 1 - term.beta):.2g} times the "
+            f"gradient of the KL at that end, which beta = {round(term.beta)} gives in full"
+            for term in self.terms
+            if term.beta is not None and 0.0 < min(term.beta, 1.0 - term.beta) < NEAR_AN_END
+        )
 
     @property
     def coefficients(self) -> Tensor:

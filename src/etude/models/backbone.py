@@ -189,7 +189,7 @@ class TransformersBackbone(AbstractBackbone):
     @torch.no_grad()
     def _prove_head(self) -> None:
         """Hidden states and our head must give the model's own logits: an unknown scale would never show later."""
-        rows = [tensor.to(self.device) for tensor in pad_rows([self._probe_ids(PROBE_TOKENS)])]
+        rows = [tensor.to(self.device) for tensor in pad_rows([self._probe_ids()])]
         with evaluating(self):
             ours_TV = self.head().logits(self.hidden_states(*rows)[0])
             ids_BT, mask_BT, positions_BT = rows
@@ -200,7 +200,7 @@ class TransformersBackbone(AbstractBackbone):
         if not bool(theirs_TV.isfinite().all()):
             raise ModelError(
                 f"the logits of {self._architecture} are not finite; its weights are damaged, or too large for "
-                f"{self._precision}"
+                f"{str(self.compute_dtype).removeprefix('torch.')}"
             )
         if not self._agree(ours_TV, theirs_TV):
             raise ModelError(
@@ -211,8 +211,7 @@ class TransformersBackbone(AbstractBackbone):
     @torch.no_grad()
     def _prove_decoding(self) -> None:
         """A short row beside a long one, padded and cached, must be given the distribution of the short row alone."""
-        window = self.context_window or PROBE_TOKENS
-        long_T = self._probe_ids(min(PROBE_TOKENS, window))
+        long_T = self._probe_ids()
         short_T = long_T[: max(2, len(long_T) // 2)]
         alone = [tensor.to(self.device) for tensor in pad_rows([short_T])]
         with evaluating(self):
@@ -227,18 +226,15 @@ class TransformersBackbone(AbstractBackbone):
                 "different lengths cannot be written side by side; take another architecture"
             )
 
-    def _probe_ids(self, count: int) -> Tensor:
-        """Ids from all over the vocabulary."""
+    def _probe_ids(self) -> Tensor:
+        """[T] ids from all over the vocabulary."""
+        count = min(PROBE_TOKENS, self.context_window or PROBE_TOKENS)
         return torch.arange(count) * max(1, self.vocab_size // PROBE_TOKENS) % self.vocab_size
 
     def _agree(self, ours: Tensor, theirs: Tensor) -> bool:
         tolerance = max(TOLERANCE[self.base.dtype], TOLERANCE[self.compute_dtype])
         error, spread = (ours - theirs).pow(2).mean().sqrt(), theirs.std()
         return bool(error <= tolerance * spread)
-
-    @property
-    def _precision(self) -> str:
-        return str(self.compute_dtype).removeprefix("torch.")
 
 
 class _CachedDecoding(AbstractDecoding):

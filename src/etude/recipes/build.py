@@ -52,7 +52,7 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
     teacher = load_teacher(recipe, device)
     choose_threads(recipe.device.threads, num_parameters(student, teacher))
     settings = sampling_settings(recipe, data.stop_ids)
-    for line in (data.describe(), *data.warnings, f"sampling: {settings.describe()}"):
+    for line in (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
         tracker.say(line)
     teachers: dict[str, AbstractTeacher] = {TEACHER: teacher} if teacher else {}
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)

@@ -198,6 +198,7 @@ def check(recipe: Recipe) -> str:
         ),
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
         f"sampling: {sampling_settings(recipe, data.stop_ids).describe()}",
+        *objective.warnings,
         *data.warnings,
     ]
     return "\n".join(lines)

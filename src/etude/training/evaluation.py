@@ -19,6 +19,7 @@ from etude.core.linear import OutputHead
 from etude.core.objective import Objective, Term
 from etude.core.records import Prompt, Rollout, Scored, Scores
 from etude.core.reduction import term_scales
+from etude.models.forward import evaluating
 from etude.models.roles import AbstractBackbone, AbstractSampler, AbstractStudent, AbstractTeacher
 from etude.runtime.seeds import Key
 from etude.runtime.world import World
@@ -75,11 +76,12 @@ def measure(
     rows = objective.prepare(scored)
     sums_M = torch.zeros(len(objective.metric_names), dtype=torch.float64)
     scales_J = term_scales(objective.counts(rows), objective.coefficients, 1)
-    for group in micro_batches(rows, tokens_per_batch):
-        batch = collate(group).to(backbone.device)
-        hidden_BTD = backbone.hidden_states(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)
-        hidden_ND = hidden_BTD.flatten(0, 1)[batch.predicted_from_N]
-        sums_M += objective.sum(hidden_ND, backbone.head(), batch, scales_J, heads)[1].cpu()
+    with evaluating(backbone):
+        for group in micro_batches(rows, tokens_per_batch):
+            batch = collate(group).to(backbone.device)
+            hidden_BTD = backbone.hidden_states(batch.token_ids_BT, batch.attention_mask_BT, batch.position_ids_BT)
+            hidden_ND = hidden_BTD.flatten(0, 1)[batch.predicted_from_N]
+            sums_M += objective.sum(hidden_ND, backbone.head(), batch, scales_J, heads)[1].cpu()
     return objective.summarise(world.sum(sums_M))
 
 

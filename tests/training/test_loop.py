@@ -1,0 +1,254 @@
+"""The loop with parts that note what is asked of them, on a table of ten ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.core.objective import Objective, Term
+from etude.core.records import Prompt, Rollout, Scored, as_ids
+from etude.models.roles import AbstractStudent
+from etude.models.student import Student
+from etude.models.table import TableBackbone
+from etude.runtime.seeds import Key
+from etude.runtime.tracking import Tracker, read_metrics
+from etude.runtime.world import World
+from etude.testing import CountingTeacher, ScriptedSampler, counting_logits, rollout_of
+from etude.training.evaluation import Answer, EvaluationReport
+from etude.training.learner import Learner
+from etude.training.loop import Parts, describe, due, gather, train
+from etude.training.stages import Plan
+from etude.training.state import Saver, State
+
+STOP = 2
+
+
+class NotingSampler(ScriptedSampler):
+    """Writes one answer of two ids to each prompt, and notes every call."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt: [int(prompt.token_ids[-1]), STOP], stop_ids=(STOP,))
+        self.calls: list[str] = []
+
+    def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
+        rows = [prompt.row for prompt in prompts]
+        self.calls.append(f"{key.purpose} seed {key.seed} round {key.round} rows {rows} version {self.version}")
+        return super().sample(prompts, key)
+
+    def refresh(self, student: AbstractStudent, version: int) -> None:
+        self.calls.append(f"refresh {version}")
+        super().refresh(student, version)
+
+
+@dataclass
+class NotingEvaluation:
+    """Gives the version as the divergence; may lose its power at one."""
+
+    fails_at: int | None = None
+    versions: list[int] = field(default_factory=list)
+
+    def run(self, student: AbstractStudent, version: int) -> EvaluationReport:
+        if version == self.fails_at:
+            raise KeyboardInterrupt
+        self.versions.append(version)
+        return EvaluationReport({"heldout/reverse_kl": float(version)}, [Answer(0, "2 + 2 =", "4", "stop", 1.0)])
+
+
+def prompts(number: int) -> list[Prompt]:
+    return [Prompt(as_ids([3 + row, 4 + number % 5]), row=row) for row in range(4)]
+
+
+def parts_of(folder: Path, plan: Plan, **changes: Any) -> Parts:
+    student, objective = Student(TableBackbone(counting_logits(certainty=0.5))), Objective([Term()])
+    teacher = CountingTeacher()
+    learner = Learner(
+        student,
+        objective,
+        torch.optim.AdamW(student.trainable_parameters().values(), lr=0.1),
+        heads={"teacher": teacher.head()},
+        plan=plan,
+        rate=lambda step: 1.0,
+        world=World(),
+        tokens_per_micro_batch=6,
+        clip_norm=1.0,
+        seed=5,
+    )
+    evaluation: Any = NotingEvaluation()
+    parts = Parts(
+        student=student,
+        sampler=NotingSampler(),
+        teachers={"teacher": teacher},
+        objective=objective,
+        learner=learner,
+        prompts=prompts,
+        evaluation=evaluation,
+        plan=plan,
+        saver=Saver(folder, keep=100, world=World(), info={}),
+        tracker=Tracker(folder, console=False, total_steps=plan.steps),
+        world=World(),
+        seed=5,
+        evaluate_every=0,
+        checkpoint_every=1,
+    )
+    return replace(parts, **changes)
+
+
+def run(parts: Parts, state: State | None = None) -> State:
+    with parts.tracker:
+        return train(parts, state or State())
+
+
+def calls(parts: Parts) -> list[str]:
+    assert isinstance(parts.sampler, NotingSampler)
+    return parts.sampler.calls
+
+
+def weights(parts: Parts) -> Tensor:
+    return parts.student.backbone.get_parameter("weight_VS")
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+
+
+class TestRounds:
+    def test_on_policy_every_round_is_written_with_the_present_weights(self, tmp_path: Path) -> None:
+        parts = parts_of(tmp_path, Plan(steps=2))
+        state = run(parts)
+        assert state.step == 2
+        assert calls(parts) == [
+            "refresh 0",
+            "sample seed 5 round 0 rows [0, 1, 2, 3] version 0",
+            "refresh 1",
+            "sample seed 5 round 1 rows [0, 1, 2, 3] version 1",
+            "refresh 2",
+        ]
+
+    def test_the_steps_of_a_round_share_its_rows(self, tmp_path: Path) -> None:
+        parts = parts_of(tmp_path, Plan(steps=5, updates_per_round=2))
+        run(parts)
+        assert [call for call in calls(parts) if call.startswith("refresh")] == [f"refresh {v}" for v in (0, 2, 4, 5)]
+        assert sum(call.startswith("sample") for call in calls(parts)) == 3
+        lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "tokens/scored" in line]
+        assert [line["tokens/scored"] for line in lines] == [4.0] * 5  # half of the round's eight tokens a step
+        assert {line["rollout/tokens"] for line in lines} == {8.0}
+
+    def test_a_process_writes_the_rows_of_its_rank(self, tmp_path: Path) -> None:
+        parts = parts_of(tmp_path, Plan(steps=1), world=World(rank=1, size=2, local_rank=1))
+        rows, num_rows = gather(parts, State(), number=3)
+        assert [row.rollout.prompt.row for row in rows] == [1, 3]
+        assert [row.rollout.prompt.token_ids.tolist() for row in rows] == [[4, 7], [6, 7]]
+        assert num_rows == 4
+
+    def test_it_learns(self, tmp_path: Path) -> None:
+        """The held-out evaluation is a fake here; the training divergence is not."""
+        parts = parts_of(tmp_path, Plan(steps=40))
+        run(parts)
+        lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "divergence/reverse_kl" in line]
+        assert lines[-1]["divergence/reverse_kl"] < 0.1 * lines[0]["divergence/reverse_kl"]
+
+    def test_what_takes_time_is_timed(self, tmp_path: Path) -> None:
+        run(parts_of(tmp_path, Plan(steps=2)))
+        first, step_1, step_2, last = read_metrics(tmp_path / "metrics.jsonl")
+        assert {name for name in first if name.startswith("time/")} == {"time/evaluate_s"}
+        inside = {"prompts", "sample", "score", "prepare", "learn", "step"}
+        assert {name for name in step_1 if name.startswith("time/")} == {f"time/{span}_s" for span in inside}
+        between = {"save", "refresh"}
+        assert {name for name in step_2 if name.startswith("time/")} == {f"time/{span}_s" for span in inside | between}
+        assert last.keys() == {"step", "heldout/reverse_kl", "time/evaluate_s"}
+
+
+class TestCadence:
+    @pytest.mark.parametrize(
+        ("every", "expected"), [(0, [0, 5]), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (9, [0, 5])]
+    )
+    def test_evaluations(self, tmp_path: Path, every: int, expected: list[int]) -> None:
+        parts = parts_of(tmp_path, Plan(steps=5), evaluate_every=every)
+        state = run(parts)
+        assert isinstance(parts.evaluation, NotingEvaluation)
+        assert parts.evaluation.versions == expected
+        assert (state.before, state.after) == ({"heldout/reverse_kl": 0.0}, {"heldout/reverse_kl": 5.0})
+        lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "heldout/reverse_kl" in line]
+        assert [(line["step"], line["heldout/reverse_kl"]) for line in lines] == [(v, v) for v in expected]
+        for name, step in (("before", 0), ("after", 5)):
+            [answer] = (tmp_path / "samples" / f"{name}.jsonl").read_text().splitlines()
+            assert json.loads(answer)["step"] == step
+
+    @pytest.mark.parametrize(("every", "expected"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (9, [5])])
+    def test_checkpoints(self, tmp_path: Path, every: int, expected: list[int]) -> None:
+        run(parts_of(tmp_path, Plan(steps=5), checkpoint_every=every))
+        assert checkpoints(tmp_path) == expected
+
+    @pytest.mark.parametrize(
+        ("step", "every", "expected"),
+        [(1, 0, False), (10, 0, True), (3, 3, True), (4, 3, False), (9, 3, True), (10, 3, True), (0, 3, True)],
+    )
+    def test_due(self, step: int, every: int, expected: bool) -> None:
+        assert due(step, every, steps=10) == expected
+
+    def test_without_an_evaluation(self, tmp_path: Path) -> None:
+        state = run(parts_of(tmp_path, Plan(steps=2), evaluation=None, evaluate_every=1))
+        assert (state.step, state.before, state.after) == (2, {}, {})
+        assert not (tmp_path / "samples").exists()
+
+
+class TestResume:
+    PLAN = Plan(steps=6, updates_per_round=2, epochs=2)
+    SECOND_ROUND = "sample seed 5 round 1 rows [0, 1, 2, 3] version 4"
+
+    @pytest.mark.parametrize(
+        ("step", "expected"),
+        [
+            (1, ["refresh 1", "refresh 4", SECOND_ROUND, "refresh 6"]),
+            (3, ["refresh 3", "refresh 4", SECOND_ROUND, "refresh 6"]),
+            (4, ["refresh 4", SECOND_ROUND, "refresh 6"]),
+            (5, ["refresh 5", "refresh 6"]),
+        ],
+    )
+    def test_a_round_that_was_written_is_not_written_again(
+        self, tmp_path: Path, step: int, expected: list[str]
+    ) -> None:
+        whole = parts_of(tmp_path / "whole", self.PLAN)
+        run(whole)
+
+        stopped = parts_of(
+            tmp_path / "run", self.PLAN, evaluate_every=1, evaluation=NotingEvaluation(fails_at=step + 1)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            run(stopped)
+        assert checkpoints(tmp_path / "run") == list(range(1, step + 1))
+
+        again = parts_of(tmp_path / "run", self.PLAN, evaluate_every=1)
+        checkpoint = again.saver.store.newest()
+        assert checkpoint is not None
+        state = again.saver.restore(checkpoint, again.student, again.learner)
+        assert (state.pending is None) == (step == 4)
+        state = run(again, state)
+        assert state.step == 6
+        assert weights(again).equal(weights(whole))
+        assert calls(again) == expected
+        assert isinstance(again.evaluation, NotingEvaluation)
+        assert again.evaluation.versions == list(range(step + 1, 7))  # and not again before the first step
+
+    def test_a_finished_run_does_nothing_but_refresh(self, tmp_path: Path) -> None:
+        parts = parts_of(tmp_path, self.PLAN)
+        before = weights(parts).clone()
+        run(parts, State(step=6))
+        assert weights(parts).equal(before)
+        assert calls(parts) == ["refresh 6"]
+
+
+def test_describe() -> None:
+    rollouts = [rollout_of([3], [4, 5, 2], stop_ids=(2,)), rollout_of([3], [4], row=1, stop_ids=(2,))]
+    assert describe([Scored(rollout, {}) for rollout in rollouts], World()) == {
+        "rollout/length": 2.0,
+        "rollout/truncated": 0.5,
+        "rollout/tokens": 4.0,
+    }

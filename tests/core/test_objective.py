@@ -491,6 +491,40 @@ def test_an_objective_needs_terms_with_names_of_their_own() -> None:
         Objective([Term()], temperature=0.0)
 
 
+def test_a_term_takes_plain_words() -> None:
+    plain = Term(
+        "a",
+        support="sampled",
+        divergence="reverse_kl",
+        estimator="policy_gradient",
+        form="k1",
+        importance="ratio",
+        reduction="sequence_mean",
+        sources=["student"],
+    )
+    assert plain == Term(
+        "a",
+        support=Support.SAMPLED,
+        estimator=Estimator.POLICY_GRADIENT,
+        form=Form.K1,
+        importance=Importance.RATIO,
+        reduction=Reduction.SEQUENCE_MEAN,
+        sources={Source.STUDENT},
+    )
+    assert plain.estimator is Estimator.POLICY_GRADIENT
+    with pytest.raises(ValueError, match="'reverse-kl' is not a valid Divergence"):
+        Term(divergence="reverse-kl")
+    with pytest.raises(ValueError, match="'pupil' is not a valid Source"):
+        Term(sources=["pupil"])
+
+
+@pytest.mark.parametrize(("beta", "warned"), [(0.0, 0), (0.01, 1), (0.05, 0), (0.5, 0), (0.99, 1), (1.0, 0)])
+def test_a_beta_next_to_an_end_is_warned_about(beta: float, warned: int) -> None:
+    warnings = Objective([Term(), Term("near", divergence=Divergence.JSD, beta=beta)]).warnings
+    assert len(warnings) == warned
+    assert all(f"term 'near': jsd with beta = {beta} has about 0.01 times" in warning for warning in warnings)
+
+
 # Devices ------------------------------------------------------------------------------------------------------------
 
 

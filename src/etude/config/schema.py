@@ -260,7 +260,7 @@ class TermConfig(Noun):
         OnlyWhen("divergence is a skew one", lambda term: term.divergence in _SKEWED, default=0.1),
     ] = Field(
         default=None,
-        ge=0,
+        gt=0,
         lt=1,
         description="How much of the first distribution a skew divergence mixes into the second. 0.1: DistiLLM (2024).",
     )

@@ -254,7 +254,7 @@ class _CachedDecoding(AbstractDecoding):
         self._backbone = backbone
         self._cache = DynamicCache(config=backbone.base.config)
         self._hidden_BD: Tensor | None = None  # the state after the last id read
-        self._head: OutputHead | None = None
+        self._head = backbone.head()
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
@@ -265,8 +265,7 @@ class _CachedDecoding(AbstractDecoding):
             self._hidden_BD = hidden_BTD[:, -1]
             self._unread_BT, self._positions_BT = self._unread_BT[:, :0], self._positions_BT[:, :0]
         assert self._hidden_BD is not None  # a prompt has at least one id
-        self._head = self._head or self._backbone.head().in_logits_dtype(self._hidden_BD)
-        return self._head.logits(self._hidden_BD)
+        return self._head.logits_as_stored(self._hidden_BD)
 
     def append(self, ids_B: Tensor) -> None:
         ids_B1 = ids_B.to(self._unread_BT.device)[:, None]

@@ -17,8 +17,10 @@ import platform
 import shutil
 import time
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,8 +40,9 @@ from etude.training.loop import train as run_loop
 from etude.training.state import CHECKPOINTS_FOLDER, SAMPLES_FOLDER, STUDENT_FOLDER, State, read_state
 
 RECIPE_FILE, SUMMARY_FILE, VERSIONS_FILE = "recipe.toml", "summary.json", "versions.json"
-# Of all that a run writes, the recipe goes last: half removed, the folder is still known as a run's.
-OWN_ENTRIES = (CHECKPOINTS_FOLDER, SAMPLES_FOLDER, METRICS_FILE, SUMMARY_FILE, VERSIONS_FILE, RECIPE_FILE)
+# Written first and removed last, so that the folder is known as ours however far writing or removing came.
+MARK_FILE = VERSIONS_FILE
+OWN_ENTRIES = (CHECKPOINTS_FOLDER, SAMPLES_FOLDER, METRICS_FILE, SUMMARY_FILE, RECIPE_FILE, MARK_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +73,24 @@ def train(recipe: Recipe, *, fresh: bool = False, quiet: bool = False) -> Summar
     folder = Path(recipe.output)
     try:
         if world.is_main:
-            _open_run(folder, recipe, fresh)
+            _require_place(folder, recipe, fresh)
         world.barrier()
         with Tracker(
             folder if world.is_main else None, console=not quiet and world.is_main, total_steps=recipe.train.steps
         ) as tracker:
-            return _run(recipe, folder, world, tracker)
+            return _run(recipe, folder, fresh, world, tracker)
     finally:
         world.close()
 
 
-def _run(recipe: Recipe, folder: Path, world: World, tracker: Tracker) -> Summary:
-    state = _finished(folder, recipe.train.steps)
+def _run(recipe: Recipe, folder: Path, fresh: bool, world: World, tracker: Tracker) -> Summary:
+    state = None if fresh else _finished(folder, recipe.train.steps)
     if state is None:
-        state = _go_on(build(recipe, folder=folder, world=world, tracker=tracker), folder)
+        parts = build(recipe, folder=folder, world=world, tracker=tracker)
+        if world.is_main:
+            _begin(folder, recipe, fresh, parts.saver.info)
+        world.barrier()
+        state = _go_on(parts)
     else:
         tracker.say(f"the run in {folder} has taken its {state.step} steps")
     student = CheckpointStore(folder / CHECKPOINTS_FOLDER).path_of(state.step) / STUDENT_FOLDER
@@ -100,9 +107,7 @@ def _finished(folder: Path, steps: int) -> State | None:
     return read_state(checkpoint) if checkpoint is not None and checkpoint.step == steps else None
 
 
-def _go_on(parts: Parts, folder: Path) -> State:
-    if parts.world.is_main:
-        _write_json(folder / VERSIONS_FILE, versions() | dict(parts.saver.info))
+def _go_on(parts: Parts) -> State:
     started = time.monotonic()
     state = _restore(parts, parts.tracker)
     earlier = state.seconds
@@ -137,31 +142,28 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
     return parts.saver.restore(checkpoint, parts.student, parts.learner)
 
 
-def _open_run(folder: Path, recipe: Recipe, fresh: bool) -> None:
-    """Make the run folder, or check that it belongs to this recipe."""
+def _require_place(folder: Path, recipe: Recipe, fresh: bool) -> None:
+    """Refuse a folder that is not a run's, or is another run's; nothing is written before the run can start."""
     if folder.exists() and not folder.is_dir():
         raise RecipeError(f"output = {folder} is a file; choose another folder")
-    entries = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
-    if entries >= {RECIPE_FILE, VERSIONS_FILE} and fresh:
-        _remove(folder)
-    elif entries >= {RECIPE_FILE, VERSIONS_FILE}:
-        _require_same(folder, recipe)
-        return
-    elif any(not name.startswith(".") for name in entries - {VERSIONS_FILE}):
+    entries = {path.name for path in folder.glob("[!.]*")}
+    if not entries <= {MARK_FILE} and not entries >= {MARK_FILE, RECIPE_FILE}:
         raise RecipeError(f"{folder} is not empty and holds no run; choose another output folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / VERSIONS_FILE, versions())
-    _write(folder / RECIPE_FILE, dump_toml(recipe))
+    if not fresh and entries & {METRICS_FILE, CHECKPOINTS_FOLDER}:
+        _require_same(folder, recipe)
 
 
-def _remove(folder: Path) -> None:
-    """What a run wrote there, and nothing else."""
-    for name in OWN_ENTRIES:
+def _begin(folder: Path, recipe: Recipe, fresh: bool, facts: Mapping[str, Any]) -> None:
+    """Make the run's folder what this run and those that go on with it expect."""
+    for name in OWN_ENTRIES if fresh else ():
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / VERSIONS_FILE, versions() | dict(facts))
+    _write(folder / RECIPE_FILE, dump_toml(recipe))
 
 
 def _require_same(folder: Path, recipe: Recipe) -> None:

@@ -187,7 +187,7 @@ def micro_batches() -> None:
 
 def truth(**term: object) -> Check:
     def check() -> None:
-        load("core/test_estimator_truth.py").test_drawn_tokens_equal_the_whole_vocabulary(term, 1.0)
+        load("equivalence/test_estimator_truth.py").test_drawn_tokens_equal_the_whole_vocabulary(term, 1.0)
 
     return check
 
@@ -229,7 +229,9 @@ POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
         (k3_differentiated, truth(**SAMPLED)),
         (
             ratio_forgotten,
-            lambda: load("core/test_estimator_truth.py").test_ratio_corrects_another_sampling_temperature(0.5, 1.0),
+            lambda: load("equivalence/test_estimator_truth.py").test_ratio_corrects_another_sampling_temperature(
+                0.5, 1.0
+            ),
         ),
         (advantage_of_the_wrong_sign, truth(**POLICY)),
         (tiles_read_the_first_labels, of_equivalence("test_the_budget_changes_nothing", 2_000)),

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from etude.axes.names import FinishReason, Source
+from etude.core.records import Prompt, Rollout, as_ids
+from etude.errors import DataError
+from etude.models.mixture import DatasetSampler, MixtureSampler
+from etude.models.student import Student
+from etude.models.table import TableBackbone
+from etude.runtime.seeds import Key
+from etude.testing import ScriptedSampler, counting_logits
+
+KEY = Key(seed=0, purpose="sample", stage=0, round=0)
+
+
+def prompts(count: int) -> list[Prompt]:
+    """Each has an answer of its own, and the sampler below echoes the prompt."""
+    return [Prompt(as_ids([row]), row=row, completion_ids=as_ids([1000 + row, 2])) for row in range(count)]
+
+
+def mixture(student_fraction: float = 0.5) -> MixtureSampler:
+    return MixtureSampler(ScriptedSampler(lambda prompt: [prompt.row]), DatasetSampler(), student_fraction)
+
+
+def writers(rollouts: list[Rollout]) -> dict[int, Source]:
+    return {rollout.prompt.row: rollout.source for rollout in rollouts}
+
+
+class TestDatasetSampler:
+    def test_hands_out_each_rows_own_completion(self) -> None:
+        sampler = DatasetSampler()
+        sampler.refresh(Student(TableBackbone(counting_logits())), version=4)
+        for prompt, rollout in zip(prompts(3), sampler.sample(prompts(3), KEY), strict=True):
+            assert rollout.completion_ids.tolist() == [1000 + prompt.row, 2]
+            assert (rollout.source, rollout.finish_reason) == (Source.DATASET, FinishReason.STOP)
+            assert rollout.version == 4
+            assert rollout.behaviour_logprobs is None  # nobody sampled it
+            assert rollout.raw_logprobs is None
+
+    def test_a_row_without_one_is_refused(self) -> None:
+        with pytest.raises(DataError, match="row 7 of the round has no completion.*data.columns"):
+            DatasetSampler().sample([Prompt(as_ids([1]), row=7)], KEY)
+
+
+class TestMixture:
+    def test_every_row_keeps_its_place_and_its_own_completion(self) -> None:
+        rollouts = mixture().sample(prompts(40), KEY)
+        assert [rollout.prompt.row for rollout in rollouts] == list(range(40))
+        for rollout in rollouts:
+            row = rollout.prompt.row
+            expected = [row] if rollout.source is Source.STUDENT else [1000 + row, 2]
+            assert rollout.completion_ids.tolist() == expected
+        assert set(writers(rollouts).values()) == {Source.STUDENT, Source.DATASET}
+
+    def test_the_share_is_the_one_asked_for(self) -> None:
+        """3,000 draws: three standard deviations are 3 * sqrt(0.3 * 0.7 / 3000) = 0.025."""
+        sampler = mixture(0.3)
+        found = [
+            source
+            for number in range(30)
+            for source in writers(sampler.sample(prompts(100), replace(KEY, round=number))).values()
+        ]
+        share = found.count(Source.STUDENT) / len(found)
+        assert math.isclose(share, 0.3, abs_tol=0.025)
+
+    @pytest.mark.parametrize(("fraction", "source"), [(1.0, Source.STUDENT), (0.0, Source.DATASET)])
+    def test_at_the_ends_one_of_them_writes_all(self, fraction: float, source: Source) -> None:
+        assert set(writers(mixture(fraction).sample(prompts(50), KEY)).values()) == {source}
+
+    def test_a_rows_writer_depends_on_no_row_around_it(self) -> None:
+        """Ranks, order and company: each row alone, two shares as two ranks have them, and backwards."""
+        rows, sampler = prompts(20), mixture()
+        together = writers(sampler.sample(rows, KEY))
+        alone = [writers(sampler.sample([row], KEY)) for row in rows]
+        shares = [writers(sampler.sample(rows[rank::2], KEY)) for rank in range(2)]
+        assert {row: source for part in alone for row, source in part.items()} == together
+        assert shares[0] | shares[1] == together
+        assert writers(sampler.sample(rows[::-1], KEY)) == together
+
+    def test_the_draw_changes_with_seed_stage_and_round(self) -> None:
+        found = [
+            tuple(writers(mixture().sample(prompts(30), key)).values())
+            for key in (KEY, replace(KEY, seed=1), replace(KEY, stage=1), replace(KEY, round=1))
+        ]
+        assert len(set(found)) == 4
+
+    def test_who_writes_is_not_drawn_with_the_numbers_the_row_is_written_with(self) -> None:
+        """Or else the student would write the rows whose first tokens are the early ids."""
+        drawn = {row: KEY.uniforms(row, 1).item() < 0.5 for row in range(200)}
+        found = {row: source is Source.STUDENT for row, source in writers(mixture().sample(prompts(200), KEY)).items()}
+        agreeing = sum(drawn[row] == found[row] for row in drawn) / len(drawn)
+        assert 0.35 < agreeing < 0.65
+
+    def test_no_prompts(self) -> None:
+        assert mixture().sample([], KEY) == []
+
+    def test_refresh_reaches_both(self) -> None:
+        sampler = mixture()
+        sampler.refresh(Student(TableBackbone(counting_logits())), version=9)
+        assert (sampler.version, sampler.student.version, sampler.other.version) == (9, 9, 9)
+        assert {rollout.version for rollout in sampler.sample(prompts(10), KEY)} == {9}
+
+
+def test_the_process_draws_on_as_if_nothing_had_been() -> None:
+    before = torch.get_rng_state()
+    mixture().sample(prompts(10), KEY)
+    assert torch.get_rng_state().equal(before)

@@ -1,0 +1,293 @@
+"""From a recipe to the parts of a run: what is made, what is refused, and that nothing is loaded before it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.axes.names import Divergence, Gives, Source, Support
+from etude.config.load import load_recipe
+from etude.config.schema import Recipe, TermConfig
+from etude.core.objective import Objective, Term
+from etude.errors import DataError, ModelError, PairError, RecipeError
+from etude.models.mixture import DatasetSampler, MixtureSampler
+from etude.models.roles import AbstractSampler
+from etude.models.sampling import InProcessSampler, SamplingSettings
+from etude.recipes.build import build, objective_of, require_gives, term_of
+from etude.runtime.seeds import Key
+from etude.runtime.tracking import Tracker
+from etude.runtime.world import World
+from etude.testing import tiny_folder, tiny_recipe, word_tokenizer
+from etude.training.loop import Parts, gather
+from etude.training.state import State
+
+GOLD_TERM = {"name": "gold", "teacher": "label", "divergence": "forward_kl", "sources": ["dataset"]}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return tiny_recipe(tmp_path_factory.mktemp("build"))
+
+
+def built(recipe: Recipe, world: World | None = None) -> Parts:
+    tracker = Tracker(None, console=False, total_steps=recipe.train.steps)
+    return build(recipe, folder=Path(recipe.output), world=world or World(), tracker=tracker)
+
+
+def made(settings: dict[str, Any], *changes: str) -> Parts:
+    return built(load_recipe(settings, changes))
+
+
+class TestTerms:
+    def test_a_terms_keys_are_the_arguments_of_term(self) -> None:
+        assert set(TermConfig.model_fields) == {field.name for field in fields(Term)}
+
+    def test_every_value_arrives(self) -> None:
+        config = TermConfig.model_validate(
+            {
+                "name": "mine",
+                "divergence": "jsd",
+                "beta": 0.9,
+                "coefficient": 2.0,
+                "sources": ["student"],
+                "train_truncated": False,
+                "reduction": "sequence_mean",
+            }
+        )
+        term = term_of(config)
+        assert (term.name, term.divergence, term.beta, term.coefficient) == ("mine", Divergence.JSD, 0.9, 2.0)
+        assert (set(term.sources), term.train_truncated, term.reduction) == ({Source.STUDENT}, False, "sequence_mean")
+
+    def test_what_all_terms_share(self, settings: dict[str, Any]) -> None:
+        recipe = load_recipe(
+            settings | {"terms": [{}, GOLD_TERM]},
+            ["loss.temperature=2.0", "loss.chunk_bytes=2000000", "sampler.student_fraction=0.5"],
+        )
+        objective = objective_of(recipe)
+        assert [term.name for term in objective.terms] == ["reverse_kl", "gold"]
+        assert (objective.temperature, objective.chunk_bytes) == (2.0, 2_000_000)
+
+
+class TestNeeds:
+    FULL = Objective([Term()])
+    SAMPLED = Objective([Term(support=Support.SAMPLED)])
+
+    def test_enough_is_enough(self) -> None:
+        require_gives(self.FULL, {"teacher": frozenset({Gives.HIDDEN_STATES})})
+        require_gives(self.SAMPLED, {"teacher": frozenset(Gives), "another": frozenset()})
+
+    @pytest.mark.parametrize(
+        ("objective", "gives", "sentence"),
+        [
+            (
+                FULL,
+                {"teacher": frozenset({Gives.SAMPLED_LOGPROBS})},
+                "gives sampled_logprobs, and a term needs hidden_",
+            ),
+            (SAMPLED, {"teacher": frozenset({Gives.HIDDEN_STATES})}, "gives hidden_states, and a term needs sampled_l"),
+            (FULL, {"teacher": frozenset()}, "gives nothing, and a term needs hidden_states from it; choose"),
+            (FULL, {}, "teacher 'teacher' gives nothing"),
+        ],
+    )
+    def test_too_little_is_refused_with_both_sides_named(
+        self, objective: Objective, gives: dict[str, frozenset[Gives]], sentence: str
+    ) -> None:
+        with pytest.raises(PairError, match=sentence):
+            require_gives(objective, gives)
+
+
+class TestWriters:
+    @pytest.mark.parametrize(
+        ("changes", "kind", "source"),
+        [
+            ([], InProcessSampler, Source.STUDENT),
+            (["sampler.student_fraction=0"], DatasetSampler, None),
+            (["sampler.student_fraction=0", "sampler.other=teacher"], InProcessSampler, Source.TEACHER),
+        ],
+    )
+    def test_one_writer_alone(
+        self, settings: dict[str, Any], changes: list[str], kind: type[AbstractSampler], source: Source | None
+    ) -> None:
+        sampler = made(settings, *changes).sampler
+        assert type(sampler) is kind
+        assert getattr(sampler, "source", None) is source
+
+    @pytest.mark.parametrize(("other", "kind"), [("dataset", DatasetSampler), ("teacher", InProcessSampler)])
+    def test_a_mixture(self, settings: dict[str, Any], other: str, kind: type[AbstractSampler]) -> None:
+        sampler = made(settings, "sampler.student_fraction=0.3", f"sampler.other={other}").sampler
+        assert isinstance(sampler, MixtureSampler)
+        assert sampler.student_fraction == 0.3
+        assert isinstance(sampler.student, InProcessSampler)
+        assert type(sampler.other) is kind
+
+    def test_the_settings_of_the_recipe_and_the_students_own_for_evaluation(self, settings: dict[str, Any]) -> None:
+        changes = ["sampler.temperature=0.7", "sampler.top_p=0.9", "sampler.top_k=5", "sampler.max_new_tokens=3"]
+        parts = made(settings, *changes, 'sampler.stop=["w1"]')
+        assert isinstance(parts.sampler, InProcessSampler)
+        assert parts.sampler.settings == SamplingSettings(0.7, 0.9, 5, 3, (2, 8))
+        assert parts.saver.info["sampling"] == parts.sampler.settings.describe()
+        evaluation = parts.evaluation
+        assert evaluation is not None
+        assert isinstance(evaluation.sampler, InProcessSampler)
+        assert isinstance(evaluation.greedy_sampler, InProcessSampler)
+        assert evaluation.sampler.settings == SamplingSettings(1.0, 1.0, 0, 3, (2, 8))
+        assert evaluation.greedy_sampler.settings == SamplingSettings(0.0, 1.0, 0, 3, (2, 8))
+
+    def test_nobody_writes_greedily_without_a_verifier(self, settings: dict[str, Any]) -> None:
+        for changes in (["data.verifier="], ["evaluation.greedy=false"]):
+            evaluation = made(settings, *changes).evaluation
+            assert evaluation is not None
+            assert evaluation.greedy_sampler is None
+
+
+class TestGenerationSettingsOfTheFolder:
+    """Case 21: what a model folder says about sampling has no way in."""
+
+    HOSTILE = {  # noqa: RUF012
+        "temperature": 0.1,
+        "top_k": 1,
+        "top_p": 0.001,
+        "do_sample": True,
+        "repetition_penalty": 1.3,
+        "min_new_tokens": 5,
+        "suppress_tokens": [7],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+    def test_the_same_rows_are_written(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        hostile = Path(tiny_folder(tmp_path / "hostile", layers=1))
+        (hostile / "generation_config.json").write_text(json.dumps(self.HOSTILE))
+        written: list[list[list[int]]] = []
+        for model in (settings["student"]["model"], str(hostile)):
+            parts = made(settings, f"student.model={model}", "train.prompts_per_round=16")
+            rows, _ = gather(parts, State(), number=0)
+            written.append([row.rollout.completion_ids.tolist() for row in rows])
+        assert written[0] == written[1]
+        assert any(7 in row for row in written[0])  # the suppressed id
+        assert any(len(row) < 5 for row in written[0])  # fewer than the folder's least number of tokens
+
+
+class TestStudentAndTeacher:
+    def test_the_teacher_is_frozen_and_a_model_of_its_own(self, settings: dict[str, Any]) -> None:
+        parts = made(settings, f"teacher.model={settings['student']['model']}")
+        teacher: Any = parts.teachers["teacher"]
+        assert not any(weight.requires_grad for weight in teacher.backbone.parameters())
+        theirs = {weight.data_ptr() for weight in teacher.backbone.parameters()}
+        assert not theirs & {weight.data_ptr() for weight in parts.student.backbone.parameters()}
+
+    @pytest.mark.parametrize("dropout", [False, True])
+    def test_a_student_that_is_its_teacher(self, tmp_path: Path, dropout: bool) -> None:
+        """Case 22: a folder whose dropout rates are 0.5, as student and as teacher."""
+        settings = tiny_recipe(tmp_path, "gpt2")
+        config = tmp_path / "student" / "config.json"
+        rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.5)
+        config.write_text(json.dumps(json.loads(config.read_text()) | rates))
+        parts = made(
+            settings, f"teacher.model={settings['student']['model']}", f"student.dropout={str(dropout).lower()}"
+        )
+        assert parts.evaluation is not None
+        assert abs(parts.evaluation.run(parts.student, 0).metrics["heldout/reverse_kl"]) < 1e-7
+        rows, num_rows = gather(parts, State(), number=0)
+        [report] = parts.learner.learn(rows, 0, num_rows)
+        assert (abs(report.metrics["divergence/reverse_kl"]) > 1e-3) == dropout
+        if not dropout:
+            assert abs(report.metrics["divergence/reverse_kl"]) < 1e-7
+            assert report.metrics["sampler/logprob_gap"] < 1e-5
+
+    def test_adapters_alone_are_trained_and_begin_by_the_seed(self, settings: dict[str, Any]) -> None:
+        lora = ["student.lora.rank=2", "student.lora.alpha=4"]
+        first, again, other = (made(settings, *lora, f"seed={seed}").student for seed in (0, 0, 1))
+        names = first.trainable_parameters().keys()
+        assert names
+        assert all(".lora_" in name for name in names)
+
+        def begun(student: Any) -> list[Tensor]:
+            return [weight for name, weight in student.trainable_parameters().items() if ".lora_A" in name]
+
+        assert all(mine.equal(its) for mine, its in zip(begun(first), begun(again), strict=True))
+        assert not any(mine.equal(its) for mine, its in zip(begun(first), begun(other), strict=True))
+
+    def test_layers_that_are_kept(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        model = tiny_folder(tmp_path, layers=3)
+        parts = made(settings, f"student.model={model}", "student.keep_layers=[0, 2]")
+        layers = {name.split(".")[3] for name in parts.student.trainable_parameters() if ".layers." in name}
+        assert layers == {"0", "1"}
+
+    def test_the_optimiser_is_as_the_recipe_says(self, settings: dict[str, Any]) -> None:
+        changes = {"learning_rate": 0.5, "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-4, "weight_decay": 0.3}
+        learner = made(settings, *(f"optim.{key}={value}" for key, value in changes.items())).learner
+        assert isinstance(learner.optimizer, torch.optim.AdamW)
+        [group] = learner.optimizer.param_groups
+        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.9), 1e-4, 0.3)
+        assert [id(w) for w in group["params"]] == [id(w) for w in learner.student.trainable_parameters().values()]
+        # linear from 1 to a tenth over four steps, by default
+        assert [learner.rate(step) for step in range(4)] == pytest.approx([1.0, 0.7, 0.4, 0.1])
+
+    def test_precisions_and_budgets(self, settings: dict[str, Any]) -> None:
+        parts = made(settings, "sampler.dtype=bfloat16", "teacher.dtype=bfloat16", "train.tokens_per_micro_batch=77")
+        teacher: Any = parts.teachers["teacher"]
+        assert {weight.dtype for weight in teacher.backbone.parameters()} == {torch.bfloat16}
+        assert {weight.dtype for weight in parts.student.backbone.parameters()} == {torch.float32}
+        [rollout] = parts.sampler.sample(parts.prompts(0)[:1], Key(0, "sample", 0, 0))
+        [logprobs] = parts.student.logprobs([rollout], 1.0)
+        assert rollout.raw_logprobs is not None
+        assert 0 < (logprobs - rollout.raw_logprobs).abs().max() < 0.2  # the copy that writes is a coarser one
+        assert parts.learner.tokens_per_micro_batch == teacher.tokens_per_batch == 77
+
+    def test_without_a_teacher(self, settings: dict[str, Any]) -> None:
+        alone = {key: value for key, value in settings.items() if key != "teacher"} | {"terms": [GOLD_TERM]}
+        parts = made(alone, "sampler.student_fraction=0.0")
+        assert parts.teachers == {}
+        assert parts.evaluation is not None
+        assert parts.evaluation.teacher is None
+
+
+class TestRefusals:
+    @pytest.fixture
+    def nothing_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            pytest.fail("weights were loaded")
+
+        monkeypatch.setattr("etude.recipes.build.load_backbone", fail)
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "sentence"),
+        [
+            (["device.device=cuda"], RecipeError, "is not available here"),
+            (["student.compute_dtype=float16"], RecipeError, "needs a CUDA card"),
+            (["sampler.max_new_tokens=64"], DataError, "context window of 64"),
+            (["data.prompts=nowhere.jsonl"], DataError, "nowhere.jsonl: cannot be read"),
+            (["data.verifier=eaxct"], DataError, "data.verifier names 'eaxct'"),
+            (["student.model=./nowhere"], ModelError, "there is no folder"),
+            (["teacher.model=./nowhere"], ModelError, "there is no folder"),
+            (['sampler.stop=["nonsense"]'], ModelError, "sampler.stop names 'nonsense'"),
+        ],
+    )
+    def test_before_any_weight_is_loaded(
+        self,
+        settings: dict[str, Any],
+        nothing_loads: None,
+        monkeypatch: pytest.MonkeyPatch,
+        changes: list[str],
+        error: type[Exception],
+        sentence: str,
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        with pytest.raises(error, match=sentence):
+            made(settings, *changes)
+
+    def test_two_tokenizers(self, settings: dict[str, Any], nothing_loads: None, tmp_path: Path) -> None:
+        with pytest.raises(PairError, match="speak different token ids"):
+            made(settings, f"teacher.model={tiny_folder(tmp_path, tokenizer=word_tokenizer(24))}")
+
+    def test_fewer_rows_than_processes(self, settings: dict[str, Any], nothing_loads: None) -> None:
+        recipe = load_recipe(settings, ["train.prompts_per_round=2", "sampler.samples_per_prompt=2"])
+        with pytest.raises(RecipeError, match="a round has 4 rows .* too few for 5 processes"):
+            built(recipe, World(rank=0, size=5, local_rank=0))

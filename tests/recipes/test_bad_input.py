@@ -62,7 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 FILES = "data.prompts={folder}/%s.jsonl"
 
 WRONG: dict[str, tuple[list[str], str]] = {
-    "an unknown key": (["trian.steps=3"], "unknown key trian.steps; did you mean train.steps?"),
+    "an unknown key": (["trian.steps=3"], "command line: unknown key trian; did you mean train?"),
     "an unknown key within a table": (["optim.learning_rat=3"], "did you mean optim.learning_rate?"),
     "a wrong type": (["train.steps=many"], "train.steps"),
     "a number out of range": (["sampler.top_p=1.5"], "sampler.top_p"),
@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
         [FILES % "no completion", "sampler.student_fraction=0.5", "data.verifier=", "data.eval_size=1"],
         "no completion, which sampler.student_fraction below 1 with rows from the dataset needs in each row",
     ),
-    "no answers": ([FILES % "no completion"], "no answer, which data.verifier"),
+    "no answers": ([FILES % "no completion", "data.eval_size=1"], "no answer, which data.verifier"),
     "a control token in a prompt": (
         [FILES % "a control token", "data.verifier=", "data.eval_size=1"],
         "a control token.jsonl:2: ",
@@ -104,15 +104,21 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "an unknown verifier": (["data.verifier=eaxct"], "data.verifier names 'eaxct', which is unknown"),
     "an unknown task": (["data.prompts=", "data.eval_size=", "data.verifier=", "data.task=maize"], "data.task names"),
-    "a student that is not there": (["student.model=./nowhere"], "there is no folder ./nowhere"),
-    "a student on a hub that cannot be reached": (
+    "a student that is not there": (
+        ["student.model=./nowhere"],
+        "/nowhere; name a folder with a model",
+    ),
+    "a student that is on no hub": (
         ["student.model=nobody/nothing"],
         "'nobody/nothing' is no folder here",
     ),
-    "a teacher that is not there": (["teacher.model=./nowhere"], "there is no folder ./nowhere"),
+    "a teacher that is not there": (
+        ["teacher.model=./nowhere"],
+        "/nowhere; name a folder with a model",
+    ),
     "a teacher with another tokenizer": (
         ["teacher.model={folder}/another tokenizer"],
-        "student and teacher speak different token ids (32 / 31 tokens, 1 ids differ; student / teacher: id 31 is 'w24'",
+        "student and teacher speak different token ids (32 / 31 tokens, 1 ids differ; student / teacher: id 31",
     ),
     "a stop token that is none": (['sampler.stop=["w1 w2"]'], "sampler.stop names 'w1 w2', which is 2 of its tokens"),
     "a system prompt for no template": (["data.system_prompt=w1"], "data.system_prompt is set, but the student's tok"),

@@ -195,12 +195,17 @@ class TestExport:
 
 class TestAgain:
     def test_a_finished_run_is_only_summarised(
-        self, finished: tuple[Recipe, Summary], tmp_path: Path, no_model_loads: None
+        self,
+        finished: tuple[Recipe, Summary],
+        tmp_path: Path,
+        no_model_loads: None,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         recipe = copied(finished, tmp_path / "run")
         before = {path: path.read_bytes() for path in sorted((tmp_path / "run").rglob("*")) if path.is_file()}
         (tmp_path / "run" / "summary.json").unlink()
-        summary = train(recipe, quiet=True)
+        summary = train(recipe)
+        assert capsys.readouterr().err == f"run {recipe.output}: 4 steps taken; the student is {summary.student}\n"
         assert (summary.before, summary.after) == (finished[1].before, finished[1].after)
         assert summary.run == str(tmp_path / "run")
         assert Path(summary.student) == tmp_path / "run" / "checkpoints" / "step-000004" / "student"

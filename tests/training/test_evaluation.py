@@ -11,11 +11,12 @@ from torch import Tensor
 from etude.axes.legality import Sampling
 from etude.axes.names import Divergence, Source
 from etude.core.objective import Objective, Term
-from etude.core.records import Prompt, as_ids
+from etude.core.records import Prompt, Rollout, as_ids
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.table import TableBackbone
 from etude.models.teachers import FrozenTeacher
+from etude.runtime.seeds import Key
 from etude.runtime.tracking import describe
 from etude.runtime.world import World
 from etude.testing import CountingTeacher, ScriptedSampler, counting_logits, rollout_of, tiny_backbone
@@ -112,6 +113,21 @@ class TestByHand:
         made.run(Student(table(STUDENT_P)), version=7)
         assert isinstance(made.greedy_sampler, ScriptedSampler)
         assert (made.sampler.version, made.greedy_sampler.version) == (7, 7)
+
+    def test_it_draws_the_same_numbers_each_time_and_never_those_of_training(self) -> None:
+        keys: list[Key] = []
+
+        class Noting(ScriptedSampler):
+            def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
+                keys.append(key)
+                return super().sample(prompts, key)
+
+        made = evaluation(sampler=Noting(lambda _: [STOP], stop_ids=(STOP,)), greedy_sampler=None, seed=3)
+        for version in (0, 50):
+            made.run(Student(table(STUDENT_P)), version)
+        assert keys[0] == keys[1]
+        assert keys[0].seed == 3
+        assert keys[0].purpose != "sample"
 
 
 class TestOnAModel:

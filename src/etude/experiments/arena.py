@@ -40,7 +40,7 @@ TOKENS_PER_BATCH = 16384
 
 FIXED = {"student_fraction": 0.0, "other": "dataset"}
 FRESH = {"student_fraction": 0.0, "other": "teacher"}
-OWN = {"student_fraction": 1.0}
+OWN = {"student_fraction": 1.0, "temperature": 1.3}  # a little loosely, so that it meets more places where it is lost
 SILENT = {"every": 0, "prompts": 1, "greedy": False, "show": 0}  # the arena judges; a run need not
 
 

@@ -91,12 +91,11 @@ def _run(recipe: Recipe, folder: Path, fresh: bool, world: World, tracker: Track
             _begin(folder, recipe, fresh, parts.saver.info)
         world.barrier()
         state = _go_on(parts)
-    else:
-        tracker.say(f"the run in {folder} has taken its {state.step} steps")
     student = CheckpointStore(folder / CHECKPOINTS_FOLDER).path_of(state.step) / STUDENT_FOLDER
     summary = Summary(str(folder), str(student), state.step, state.seconds, state.before, state.after)
     if world.is_main:
         _write_json(folder / SUMMARY_FILE, asdict(summary))
+    tracker.say(f"run {folder}: {state.step} steps taken; the student is {student}")
     return summary
 
 

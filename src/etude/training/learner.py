@@ -162,8 +162,7 @@ class Learner:
                 with self._dropout_of(number, i), self._unsynchronised() if more else nullcontext():
                     loss, sums = self._module(collate(group).to(device), scales_J, self.heads)
                     self.scaler.scale(loss).backward()
-                if any((row.weights != 0).any() for row in group if row.weights is not None):
-                    sums_M += sums.cpu()
+                sums_M += sums.cpu()
         finally:
             self._module.eval()
         return sums_M

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from etude.config.load import dump_toml, load_recipe
     from etude.config.methods import METHODS
     from etude.config.schema import Recipe
-    from etude.core.objective import Objective, Term
+    from etude.core.objective import Objective
     from etude.core.records import Prompt, Rollout
+    from etude.core.term import Term
     from etude.errors import EtudeError, RunError, UsageError
     from etude.recipes.run import Summary, train
 
@@ -49,7 +50,7 @@ _HOMES = {  # where each lazy name lives
     "Rollout": "etude.core.records",
     "RunError": "etude.errors",
     "Summary": "etude.recipes.run",
-    "Term": "etude.core.objective",
+    "Term": "etude.core.term",
     "UsageError": "etude.errors",
     "dump_toml": "etude.config.load",
     "load_recipe": "etude.config.load",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from random import Random
 from statistics import fmean
 
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from etude.data.maze import CELLS, END, GOALS, NEIGHBOURS, Route, best_word
+from etude.experiments import make_maze_models
 from etude.experiments.make_maze_models import (
     ID_OF,
     STUDENT,
@@ -73,6 +75,18 @@ def loss_of(model: torch.nn.Module, blueprint: Blueprint) -> float:
         logits_BTV = model(input_ids=token_ids_BT).logits
     loss = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=UNLABELLED)
     return loss.item()
+
+
+def test_main_makes_both_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TEACHER", "STUDENT"):
+        blueprint = getattr(make_maze_models, name)
+        monkeypatch.setattr(make_maze_models, name, dataclasses.replace(blueprint, width=8, steps=1))
+    assert make_maze_models.main(["--output", str(tmp_path)]) == 0
+    for name in ("teacher", "student"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.hidden_size == 8
+    assert capsys.readouterr().out.count("routes rightly") == 2
 
 
 @BOTH

@@ -7,9 +7,10 @@ from etude.axes.names import FinishReason, Source
 from etude.core.collate import collate
 from etude.core.divergences import forward_kl, jsd, reverse_kl, skew_forward_kl, skew_reverse_kl
 from etude.core.linear import OutputHead, head_sum
-from etude.core.objective import Objective, Term
+from etude.core.objective import Objective
 from etude.core.records import Batch, Prompt, Rollout, Scored, Scores
 from etude.core.reduction import term_scales
+from etude.core.term import Term
 
 __all__ = [
     "Batch",

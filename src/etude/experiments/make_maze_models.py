@@ -1,7 +1,7 @@
 """Make the shipped maze models again: a teacher that knows the way from everywhere, a student that knows only the map.
 
 Both are ordinary Llama models with a word-level tokenizer, trained in plain torch on walks that `etude.data.maze` makes
-and saved as folders that transformers loads. `etude experiment maze-models` (`make maze-models`) calls `main`; it takes
+and saved as folders that transformers loads. `etude experiment make-maze-models` (`make maze-models`) calls `main`; it takes
 some minutes on one thread. Another machine rounds differently and gets other weights of the same quality.
 
 Legend: B rows, T positions.
@@ -9,6 +9,7 @@ Legend: B rows, T positions.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,8 +74,8 @@ class Blueprint:
 
 
 TEACHER = Blueprint("teacher", layers=3, width=96, heads=4, lesson=partial(corrected_walk, noise=NOISE), steps=1200)
-# The student is to begin as students do, fluent but not perfect: after 400 steps 94 % of its moves are legal. Given
-# 1,500 steps it never runs into a wall again, and recovers from most of its mistakes without having been taught to.
+# The student is to begin as students do, fluent but not perfect: after 400 steps 94 % of its moves are legal. After 1,500
+# it hardly ever runs into a wall, and so recovers from most of its mistakes without having been taught to.
 STUDENT = Blueprint("student", layers=2, width=32, heads=2, lesson=map_lesson, steps=400)
 
 
@@ -163,8 +164,13 @@ def accuracy(folder: Path, temperature: float) -> float:
     return fmean(verify({"prompt": route.prompt}, text) for route, text in zip(ROUTES, texts, strict=True))
 
 
-def main(folder: Path = MAZE_MODELS) -> None:
+def main(words: Sequence[str] = ()) -> int:
     """Make both models, and say how well they walk."""
+    parser = argparse.ArgumentParser(
+        prog="etude experiment make-maze-models", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--output", type=Path, default=MAZE_MODELS, help="folder (default: where the shipped ones lie)")
+    folder = parser.parse_args(list(words)).output
     torch.set_num_threads(1)  # models this small are slower on two
     console = Console()
     for blueprint in (TEACHER, STUDENT):
@@ -177,3 +183,4 @@ def main(folder: Path = MAZE_MODELS) -> None:
             f"{blueprint.name}: {model.num_parameters():,} parameters, {time.monotonic() - started:.0f} s; "
             f"walks {sampled:.3f} of {len(ROUTES)} routes rightly at T = 1, {greedy:.3f} greedily"
         )
+    return 0

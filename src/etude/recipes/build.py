@@ -16,7 +16,8 @@ import torch
 
 from etude.axes.names import Gives, Source
 from etude.config.schema import Recipe, TermConfig
-from etude.core.objective import Objective, Term
+from etude.core.objective import Objective
+from etude.core.term import Term
 from etude.errors import PairError, RecipeError
 from etude.models.backbone import LoraSettings, load_backbone
 from etude.models.mixture import DatasetSampler, MixtureSampler

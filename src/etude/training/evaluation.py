@@ -16,9 +16,10 @@ import torch
 
 from etude.core.collate import collate
 from etude.core.linear import OutputHead
-from etude.core.objective import Objective, Term
+from etude.core.objective import Objective
 from etude.core.records import Prompt, Rollout, Scored, Scores
 from etude.core.reduction import term_scales
+from etude.core.term import Term
 from etude.models.forward import evaluating
 from etude.models.roles import AbstractBackbone, AbstractSampler, AbstractStudent, AbstractTeacher
 from etude.runtime.seeds import Key

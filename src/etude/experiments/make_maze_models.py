@@ -1,8 +1,8 @@
 """Make the shipped maze models again: a teacher that knows the way from everywhere, a student that knows only the map.
 
 Both are ordinary Llama models with a word-level tokenizer, trained in plain torch on walks that `etude.data.maze` makes
-and saved as folders that transformers loads. `etude experiment make-maze-models` (`make maze-models`) calls `main`; it takes
-some minutes on one thread. Another machine rounds differently and gets other weights of the same quality.
+and saved as folders that transformers loads. `etude experiment make-maze-models` (`make maze-models`) calls `main`; it
+takes some minutes on one thread. Another machine rounds differently and gets other weights of the same quality.
 
 Legend: B rows, T positions.
 """
@@ -74,8 +74,8 @@ class Blueprint:
 
 
 TEACHER = Blueprint("teacher", layers=3, width=96, heads=4, lesson=partial(corrected_walk, noise=NOISE), steps=1200)
-# The student is to begin as students do, fluent but not perfect: after 400 steps 94 % of its moves are legal. After 1,500
-# it hardly ever runs into a wall, and so recovers from most of its mistakes without having been taught to.
+# The student is to begin as students do, fluent but not perfect: after 400 steps 95 % of its moves are legal. After
+# 1,500 it hardly ever runs into a wall, and so recovers from most of its mistakes without having been taught to.
 STUDENT = Blueprint("student", layers=2, width=32, heads=2, lesson=map_lesson, steps=400)
 
 

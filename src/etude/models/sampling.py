@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 
@@ -78,6 +79,12 @@ class InProcessSampler(AbstractSampler):
                 written = self._write([prompts[index] for index in indices], key)
                 rollouts.update(zip(indices, written, strict=True))
         return [rollouts[index] for index in range(len(prompts))]
+
+    def with_settings(self, settings: SamplingSettings) -> InProcessSampler:
+        """A sampler that writes with the same weights in another way; a low-precision copy is shared by both."""
+        other = copy(self)
+        other.settings = settings
+        return other
 
     def refresh(self, student: AbstractStudent, version: int) -> None:
         """Write with the student's present weights from now on; a teacher only notes the version it is beside."""

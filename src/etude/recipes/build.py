@@ -55,16 +55,17 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
     settings = sampling_settings(recipe, data.stop_ids)
     for line in (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
         tracker.say(line)
+    own = InProcessSampler(student.backbone, settings, dtype=device.sampler_dtype)
     teachers: dict[str, AbstractTeacher] = {TEACHER: teacher} if teacher else {}
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
     return Parts(
         student=student,
-        sampler=sampler_of(recipe, student, teacher, settings, device),
+        sampler=sampler_of(recipe, own, teacher),
         teachers=teachers,
         objective=objective,
         learner=learner_of(recipe, student, objective, teachers, plan, world, device),
         prompts=partial(data.prompts_of_round, recipe, plan.stage),
-        evaluation=evaluation_of(recipe, data, student, teacher, settings, world, device),
+        evaluation=evaluation_of(recipe, data, own, teacher, world),
         plan=plan,
         saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device)),
         tracker=tracker,
@@ -163,15 +164,13 @@ def sampling_settings(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingSett
     )
 
 
-def sampler_of(
-    recipe: Recipe, student: Student, teacher: FrozenTeacher | None, settings: SamplingSettings, device: Device
-) -> AbstractSampler:
-    """Who writes the rows of a round: the student, the dataset, the teacher, or a mixture."""
+def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:
+    """Who writes the rows of a round: the student (`own`), the dataset, the teacher, or a mixture."""
     fraction = recipe.sampler.student_fraction
-    writes = InProcessSampler(student.backbone, settings, dtype=device.sampler_dtype) if fraction > 0 else None
+    writes = own if fraction > 0 else None
     if recipe.sampler.other is Source.TEACHER:
         assert teacher is not None  # the schema asks for [teacher]
-        other: AbstractSampler | None = InProcessSampler(teacher.backbone, settings, source=Source.TEACHER)
+        other: AbstractSampler | None = InProcessSampler(teacher.backbone, own.settings, source=Source.TEACHER)
     else:
         other = DatasetSampler() if recipe.sampler.other is Source.DATASET else None
     if writes is None or other is None:
@@ -223,25 +222,15 @@ def learner_of(
 
 
 def evaluation_of(
-    recipe: Recipe,
-    data: Data,
-    student: Student,
-    teacher: FrozenTeacher | None,
-    settings: SamplingSettings,
-    world: World,
-    device: Device,
+    recipe: Recipe, data: Data, own: InProcessSampler, teacher: FrozenTeacher | None, world: World
 ) -> Evaluation:
     """Held-out measurements: the student's own distribution, whatever the recipe samples with."""
-    own = replace(settings, temperature=1.0, top_p=1.0, top_k=0)
+    plain = replace(own.settings, temperature=1.0, top_p=1.0, top_k=0)
     greedy = data.verify is not None and recipe.evaluation.greedy
-
-    def sampler(how: SamplingSettings) -> InProcessSampler:
-        return InProcessSampler(student.backbone, how, dtype=device.sampler_dtype)
-
     return Evaluation(
         data.held_out,
-        sampler=sampler(own),
-        greedy_sampler=sampler(replace(own, temperature=0.0)) if greedy else None,
+        sampler=own.with_settings(plain),
+        greedy_sampler=own.with_settings(replace(plain, temperature=0.0)) if greedy else None,
         teacher=teacher,
         verify=data.verify,
         decode=data.decode,

@@ -34,13 +34,14 @@ TEACHER, BASE = "etude:maze-teacher", "etude:maze-student"
 TRAINING_ROUTES = 24  # of 396: the teacher's routes cover part of the map only, which is the point
 WARM_START_STEPS = 15
 UPDATES, ROWS = 200, 64  # of each of the four runs: optimiser steps, and walks a step
+TEMPERATURE = 1.3  # of every walk that is trained on, whoever writes it: a little loose, to meet more of the map
 WALKS = 4  # sampled for each held-out route
 MAX_NEW_TOKENS = MAX_MOVES + 1  # the moves and the end
 TOKENS_PER_BATCH = 16384
 
 FIXED = {"student_fraction": 0.0, "other": "dataset"}
 FRESH = {"student_fraction": 0.0, "other": "teacher"}
-OWN = {"student_fraction": 1.0, "temperature": 1.3}  # a little loosely, so that it meets more places where it is lost
+OWN = {"student_fraction": 1.0}
 SILENT = {"every": 0, "prompts": 1, "greedy": False, "show": 0}  # the arena judges; a run need not
 
 
@@ -84,7 +85,7 @@ class Arena:
             examples[training_routes:] if unseen else examples[:training_routes], samples=WALKS
         )
         folder.mkdir(parents=True, exist_ok=True)
-        self.teacher_walks = self._sampled(self._teacher, self.training, purpose="teacher's routes")
+        self.teacher_walks = self._sampled(self._teacher, self.training, TEMPERATURE, purpose="teacher's routes")
         self._write_rows("routes.jsonl", self.teacher_walks)
         self._write_rows("held-out.jsonl", [(prompt, "") for prompt in self.held_out[::WALKS]])
 
@@ -129,7 +130,7 @@ class Arena:
             {
                 "student": {"model": student},
                 "teacher": {"model": TEACHER},
-                "sampler": {**way.sampler, "max_new_tokens": MAX_NEW_TOKENS},
+                "sampler": {**way.sampler, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS},
                 "terms": [{"divergence": way.divergence}],
                 "train": {"steps": updates, "prompts_per_round": ROWS, "tokens_per_micro_batch": TOKENS_PER_BATCH},
                 "optim": {"learning_rate": way.learning_rate, "warmup_steps": 10},
@@ -157,7 +158,7 @@ class Arena:
 
     def footprint(self, title: str, model: str) -> Footprint:
         """Where a model goes on the held-out routes, one sampled walk each."""
-        walks = self._sampled(load_backbone(model), self.held_out[::WALKS], purpose="picture")
+        walks = self._sampled(load_backbone(model), self.held_out[::WALKS], 1.0, purpose="picture")
         return _footprint(title, walks)
 
     def teacher_footprint(self, title: str) -> Footprint:
@@ -174,9 +175,9 @@ class Arena:
         return SamplingSettings(temperature, 1.0, 0, MAX_NEW_TOKENS, stop_ids(tokenizer))
 
     def _sampled(
-        self, backbone: TransformersBackbone, prompts: Sequence[Prompt], purpose: str
+        self, backbone: TransformersBackbone, prompts: Sequence[Prompt], temperature: float, purpose: str
     ) -> list[tuple[Prompt, str]]:
-        sampler = InProcessSampler(backbone, self._settings(1.0), source=Source.TEACHER, rows_per_batch=512)
+        sampler = InProcessSampler(backbone, self._settings(temperature), source=Source.TEACHER, rows_per_batch=512)
         rollouts = sampler.sample(prompts, Key(self.seed, purpose, stage=0, round=0))
         return [(rollout.prompt, self._decode(rollout.completion_ids.tolist())) for rollout in rollouts]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from math import sqrt
+from math import nan, sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -22,14 +22,13 @@ from etude.experiments.quickstart import WAYS, Result
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # Student's t
 
 
-def interval(values: Sequence[float]) -> str:
-    """Mean and half-width of the 95 % interval of the mean, by Student's t.
+def half_width(values: Sequence[float]) -> float:
+    """Of the 95 % interval of the mean, by Student's t; NaN for a single value.
 
-    >>> interval([0.6, 0.7, 0.8])
-    '0.70 ± 0.25'
+    >>> round(half_width([0.6, 0.7, 0.8]), 2)
+    0.25
     """
-    half = T_975[len(values) - 1] * stdev(values) / sqrt(len(values)) if len(values) > 1 else float("nan")
-    return f"{mean(values):.2f} ± {half:.2f}"
+    return T_975[len(values) - 1] * stdev(values) / sqrt(len(values)) if len(values) > 1 else nan
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -53,7 +52,8 @@ def table(results: Sequence[Result]) -> Table:
     shown.add_section()
     columns = [[r.scores[name].accuracy for r in results] for name in names]
     columns += [[r.gap for r in results], [r.kl_ratio for r in results]]
-    shown.add_row("mean", *(interval(values) for values in columns))
+    shown.add_row("mean", *(f"{mean(values):.2f}" for values in columns))
+    shown.add_row("±", *(f"{half_width(values):.2f}" for values in columns))
     return shown
 
 
@@ -72,8 +72,9 @@ def main(words: Sequence[str]) -> int:
         console.print(f"seed {seed}: {results[-1].seconds:.0f} s", style="dim")
     console.print(table(results))
     console.print(
-        "gap: on-policy minus the better fixed-data control of the same seed.  RKL ratio: held-out reverse KL of the "
-        "on-policy student\nover that control's.  ±: 95 % interval of the mean."
+        "FKL, RKL: off-policy on the fixed routes, forward and reverse KL.  fresh: the teacher writes afresh.\n"
+        "gap: on-policy minus the better fixed-data control of the same seed.  RKL ratio: held-out reverse KL of the\n"
+        "on-policy student over that control's.  ±: 95 % interval of the mean."
     )
     summaries = [result.summary() for result in results]
     (options.output / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")

@@ -120,7 +120,9 @@ RATIO = replace(GRADIENT, importance=Importance.RATIO)
     ("point", "name", "kind"),
     [
         (GOLD, "label", "exact"),
-        (written(GOLD, rows=frozenset({STUDENT}), top_p=0.9), "label", "exact"),  # learning from filtered own samples
+        (written(GOLD, rows=frozenset({STUDENT}), top_p=0.9), "label-shifted-rows", "surrogate"),
+        (written(GOLD, rows=frozenset({STUDENT, DATASET}), temperature=1.001), "label-shifted-rows", "surrogate"),
+        (written(GOLD, temperature=0.7), "label", "exact"),
         *((Point(divergence=divergence), "full", "exact") for divergence in Divergence),
         (written(Point(), rows=frozenset({STUDENT, DATASET}), top_p=0.9, temperature=0.7), "full", "exact"),
         (SAMPLED, "sampled", "exact"),

@@ -100,6 +100,7 @@ def test_mistakes_are_one_sentence_and_status_2(words: list[str], says: str, cap
         (PermissionError(13, "Permission denied", "/x"), 1, "etude: [Errno 13] Permission denied: '/x'\n"),
         (ZeroDivisionError("oh"), 1, "etude: ZeroDivisionError: oh (unexpected, so a fault of etude's;"),
         (KeyboardInterrupt(), 130, "etude: interrupted\n"),
+        (KeyboardInterrupt("interrupted after step 3"), 130, "etude: interrupted after step 3\n"),
     ],
 )
 def test_every_error_has_its_status(
@@ -164,7 +165,9 @@ def test_check_config_only_asks_nothing_of_the_run(calls: list[Any], capsys: pyt
 def test_check(calls: list[Any], capsys: pytest.CaptureFixture[str]):
     assert main(["check", "maze"]) == 0
     assert calls == [("check", (load_recipe("maze"),), {})]
-    assert "check was called" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("term reverse_kl: exact gradient: ")
+    assert "check was called" in out
 
 
 def test_show_lists_the_shipped_recipes(capsys: pytest.CaptureFixture[str]):

@@ -35,6 +35,17 @@ def test_from_a_mapping_a_path_and_a_shipped_name(in_folder: Path):
     assert find_recipe("maze") == shipped_recipes()["maze"]
 
 
+def test_a_file_name_that_is_no_run_name_is_made_one(in_folder: Path):
+    for file, name in (
+        ("my recipe (2).toml", "my-recipe-2-"),
+        ("lr=1.toml", "lr=1"),
+        (".hidden.toml", "hidden"),
+        ("...toml", "run"),
+    ):
+        (in_folder / file).write_text(LEAST_TOML)
+        assert load_recipe(in_folder / file).name == name
+
+
 def test_a_byte_order_mark_and_windows_line_ends_are_read(in_folder: Path):
     (in_folder / "mine.toml").write_bytes(b"\xef\xbb\xbf" + LEAST_TOML.replace("\n", "\r\n").encode())
     assert load_recipe("mine.toml").student.model == "s"
@@ -109,7 +120,7 @@ def test_where_each_value_comes_from():
     source = {**LEAST, "method": "gkd", "sampler": {"student_fraction": 0.25}}
     found = origins(source, ["terms.0.beta=0.1", "train.steps=3"])
     assert found["method"] == found["student.model"] == found["sampler.student_fraction"] == "recipe"
-    assert found["sampler.other"] == found["terms.0.divergence"] == "method gkd"
+    assert found["terms.0.support"] == found["terms.0.divergence"] == "method gkd"
     assert found["terms.0.beta"] == found["train.steps"] == "command line"
     assert found["optim.learning_rate"] == found["name"] == found["terms.0.name"] == "default"
     assert origins("maze")["data.task"] == "recipe maze"
@@ -143,6 +154,19 @@ def test_a_second_term_by_overrides():
     assert [(term.name, term.coefficient) for term in recipe.terms] == [("jsd", 1.0), ("reverse_kl", 0.1)]
 
 
+@pytest.mark.parametrize("word", ["nan", "1", "1.5", "true", "2026-01-01", "0.5b"])
+def test_text_needs_no_quotes_on_the_command_line(word: str):
+    assert load_recipe(LEAST, [f"name={word}"]).name == word
+    teacher = load_recipe(LEAST, [f"teacher.model={word}"]).teacher
+    assert teacher is not None
+    assert teacher.model == word
+
+
+def test_a_method_steps_back_where_the_recipe_lets_the_student_write_all():
+    recipe = load_recipe({**LEAST, "method": "gkd", "sampler": {"student_fraction": 1.0}})
+    assert (recipe.sampler.other, recipe.terms[0].divergence) == (None, "jsd")
+
+
 # complaints -----------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +195,7 @@ def test_a_second_term_by_overrides():
         ("data.columns.prompt=3", "data.columns.prompt: found 3 (a whole number), expected text"),
         ("data.prompts.x=3", "data.prompts: found a table, expected text"),
         ("optim=3", "optim: found 3 (a whole number), expected a table"),
-        ("name=2026-01-01", "name: found 2026-01-01 (a date), expected text"),
+        ("train.steps=2026-01-01", "train.steps: found 2026-01-01 (a date), expected a whole number"),
         # wrong values
         (
             "terms.0.divergence=jds",
@@ -187,6 +211,9 @@ def test_a_second_term_by_overrides():
         ("student.keep_layers=[]", "student.keep_layers: found [] (a list), expected at least 1 entry"),
         ("terms=[]", "terms: found [] (a list), expected at least 1 entry"),
         ('name=""', 'name: found "" (text), expected some text'),
+        ("name=[1]", "name: found [1] (a list), expected text"),
+        ("name=../../x", 'name: found "../../x" (text), expected letters, digits, -, _, = and, after the first, dots'),
+        ("name=..", 'name: found ".." (text), expected letters, digits'),
         ("terms.0.name=a b", 'terms.0.name: found "a b" (text), expected letters, digits, - and _'),
         # refused by the schema's own checks
         (
@@ -209,6 +236,14 @@ def test_a_complaint_names_layer_key_found_and_expected(override: str, says: str
     assert says in str(caught.value)
     assert str(caught.value).startswith("command line: ")
     assert "\n" not in str(caught.value)
+
+
+def test_what_does_nothing_is_laid_to_the_layer_that_wrote_it():
+    source = {**LEAST, "method": "seqkd"}
+    with pytest.raises(RecipeError, match=r'^method seqkd: sampler: other = "teacher" does nothing here'):
+        load_recipe(source, ["sampler.student_fraction=1.0"])
+    with pytest.raises(RecipeError, match="^command line: terms.0: beta = 0.1 does nothing here"):
+        load_recipe(source, ["terms.0.beta=0.1"])
 
 
 @pytest.mark.parametrize(

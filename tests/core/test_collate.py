@@ -23,11 +23,12 @@ def prepared(
     scores: dict[str, Scores] | None = None,
     behaviour: Tensor | None = None,
     raw: Tensor | None = None,
+    source: Source = Source.STUDENT,
 ) -> Scored:
     rollout = Rollout(
         Prompt(as_ids(prompt), row=0),
         as_ids(completion),
-        Source.STUDENT,
+        source,
         FinishReason.STOP,
         version=0,
         behaviour_logprobs=behaviour,
@@ -55,8 +56,6 @@ def test_scored_tokens_of_ragged_rows() -> None:
     batch = collate([prepared([3], [4, 5, 6]), prepared([1, 2, 3], [4])])
     assert batch.token_ids_BT.tolist() == [[3, 4, 5, 6], [1, 2, 3, 4]]
     assert batch.target_ids_N.tolist() == [4, 5, 6, 4]
-    assert batch.row_N.tolist() == [0, 0, 0, 1]
-    assert batch.offset_N.tolist() == [0, 1, 2, 0]
     assert batch.predicted_from_N.tolist() == [0, 1, 2, 4 + 2]
     # The token that predicts is the one before the token predicted, in the same row.
     assert batch.token_ids_BT.flatten()[batch.predicted_from_N].tolist() == [3, 4, 5, 3]
@@ -93,7 +92,7 @@ def test_tokens_no_term_trains_are_not_scored() -> None:
     row = prepared([1], [4, 5, 6, 7], weights=[[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0]], scores={"t": marks})
     batch = collate([row])
     assert batch.target_ids_N.tolist() == [4, 6]
-    assert batch.offset_N.tolist() == [0, 2]
+    assert batch.predicted_from_N.tolist() == [0, 2]
     assert batch.weights_JN.tolist() == [[1.0, 0.0], [0.0, 0.5]]
     assert batch.teachers["t"].sampled_logprobs_N is not None
     assert batch.teachers["t"].sampled_logprobs_N.tolist() == [-1.0, -3.0]
@@ -112,6 +111,14 @@ def test_missing_logprobs_are_told_from_real_ones() -> None:
     assert batch.behaviour_logprobs_N.tolist() == [-0.5, -0.25, 0.0]
     assert batch.raw_logprobs_N[:2].tolist() == [-0.75, -1.0]
     assert batch.raw_logprobs_N[2].isnan()
+
+
+def test_the_writers_own_logprobs_count_only_where_the_student_wrote() -> None:
+    """A teacher's say of its own rows is no gap between sampler and trainer."""
+    rows = [prepared([1], [4], raw=torch.tensor([-0.5]), source=source) for source in (Source.STUDENT, Source.TEACHER)]
+    own, others = collate(rows).raw_logprobs_N
+    assert own == -0.5
+    assert others.isnan()
 
 
 def test_what_cannot_stand_side_by_side_is_refused() -> None:

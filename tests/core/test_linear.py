@@ -269,7 +269,7 @@ hidden.grad, weight.grad = torch.ones(N, D), torch.ones(V, D)  # ones: every pag
 ids = torch.arange(N)
 batch = Batch(
     token_ids_BT=ids[None], attention_mask_BT=ids[None], position_ids_BT=ids[None], predicted_from_N=ids,
-    target_ids_N=ids, row_N=ids, offset_N=ids, weights_JN=torch.ones(1, N), advantages_JN=torch.zeros(1, N),
+    target_ids_N=ids, weights_JN=torch.ones(1, N), advantages_JN=torch.zeros(1, N),
     behaviour_logprobs_N=torch.zeros(N), raw_logprobs_N=torch.zeros(N),
     teachers={"teacher": TeacherColumns(None, torch.randn(N, D))},
 )

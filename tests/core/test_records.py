@@ -90,9 +90,7 @@ def test_records_are_frozen() -> None:
 def test_a_batch_moves_whole() -> None:
     columns = {"a": TeacherColumns(torch.zeros(2), None), "b": TeacherColumns(None, torch.zeros(2, 4))}
     ids, floats = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2)
-    batch = Batch(
-        ids, ids, ids, ids[0, :2], ids[0, :2], ids[0, :2], ids[0, :2], floats, floats, floats[0], floats[0], columns
-    )
+    batch = Batch(ids, ids, ids, ids[0, :2], ids[0, :2], floats, floats, floats[0], floats[0], columns)
     moved = batch.to("meta")
     assert moved.num_scored_tokens == 2
     tensors = [getattr(moved, name) for name in Batch.__slots__ if name != "teachers"]

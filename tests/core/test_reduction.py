@@ -17,7 +17,7 @@ def masks(*lengths: int) -> list[torch.Tensor]:
 def test_token_mean_is_one_and_sequence_mean_is_two(reduction: Reduction, expected: float) -> None:
     """Responses of lengths 1 and 3 with token losses (4) and (0, 0, 0)."""
     losses = [torch.tensor([4.0]), torch.zeros(3)]
-    total = sum((row_weights(m, None, reduction) * x).sum() for m, x in zip(masks(1, 3), losses, strict=True))
+    total = sum((row_weights(m, reduction) * x).sum() for m, x in zip(masks(1, 3), losses, strict=True))
     count = sum(row_count(mask, reduction) for mask in masks(1, 3))
     scale = term_scales(torch.tensor([float(count)]), torch.tensor([1.0]), world_size=1)
     assert scale.item() * float(total) == expected
@@ -25,12 +25,11 @@ def test_token_mean_is_one_and_sequence_mean_is_two(reduction: Reduction, expect
 
 def test_masked_tokens_leave_a_row_mean_and_empty_rows_are_not_counted() -> None:
     mask = torch.tensor([True, False, True, False])
-    assert row_weights(mask, None, Reduction.SEQUENCE_MEAN).tolist() == [0.5, 0.0, 0.5, 0.0]
-    assert row_weights(mask, None, Reduction.TOKEN_MEAN).tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert row_weights(mask, torch.tensor([3.0, 1.0, 1.0, 1.0]), Reduction.TOKEN_MEAN).tolist() == [3.0, 0.0, 1.0, 0.0]
+    assert row_weights(mask, Reduction.SEQUENCE_MEAN).tolist() == [0.5, 0.0, 0.5, 0.0]
+    assert row_weights(mask, Reduction.TOKEN_MEAN).tolist() == [1.0, 0.0, 1.0, 0.0]
     assert (row_count(mask, Reduction.TOKEN_MEAN), row_count(mask, Reduction.SEQUENCE_MEAN)) == (2, 1)
     empty = torch.zeros(4, dtype=torch.bool)
-    assert row_weights(empty, None, Reduction.SEQUENCE_MEAN).tolist() == [0.0] * 4
+    assert row_weights(empty, Reduction.SEQUENCE_MEAN).tolist() == [0.0] * 4
     assert (row_count(empty, Reduction.TOKEN_MEAN), row_count(empty, Reduction.SEQUENCE_MEAN)) == (0, 0)
 
 

@@ -96,7 +96,8 @@ def expected_gradient(
         if advantages is not None:
             weighted[-1] = weighted[-1].with_prepared(advantages=advantages[y : y + 1])
     batch = collate(weighted)
-    states_N = STATES_YC[batch.row_N, batch.offset_N]
+    width = batch.token_ids_BT.shape[1]  # prompts are one token long, so a token is predicted from its own offset
+    states_N = STATES_YC[batch.predicted_from_N // width, batch.predicted_from_N % width]
     table = STUDENT.T.clone().requires_grad_()
     loss, _ = objective.sum(
         functional.one_hot(states_N, len(PREFIXES)).double(),

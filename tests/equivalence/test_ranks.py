@@ -23,6 +23,7 @@ from etude.config.load import dump_toml, load_recipe
 from etude.config.schema import Recipe
 from etude.core.objective import Objective, Term
 from etude.core.records import Rollout
+from etude.errors import CheckpointError
 from etude.models.student import Student
 from etude.models.teachers import FrozenTeacher
 from etude.recipes.run import train
@@ -96,15 +97,33 @@ def work(world: World, folder: Path, recipe: Recipe) -> None:
     train(recipe, quiet=True)
     again = recipe.model_copy(update={"output": f"{recipe.output} again"})
     if world.is_main:
-        kept = f"step-{INNER:06d}"
-        shutil.copytree(
-            recipe.output,
-            again.output,
-            ignore=lambda _, names: [name for name in names if name.startswith("step-") and name != kept],
-        )
-        (Path(again.output) / "recipe.toml").write_text(dump_toml(again), encoding="utf-8")
+        copy_inner(recipe, again)
     world.barrier()
     train(again, quiet=True)
+    others = recipe.model_copy(update={"output": f"{recipe.output} of others"})
+    if Path(others.output).exists():
+        train(others, quiet=True)
+    if world.size > 1:
+        refusal = said_of(others.model_copy(update={"seed": others.seed + 1}))
+        assert world.gather_objects([refusal]) == [refusal] * world.size
+
+
+def said_of(recipe: Recipe) -> str:
+    """What a run is refused with."""
+    with pytest.raises(CheckpointError, match="holds a run with other settings") as refused:
+        train(recipe, quiet=True)
+    return str(refused.value)
+
+
+def copy_inner(recipe: Recipe, other: Recipe) -> None:
+    """The run as it was in the middle of a round, in another folder."""
+    kept = f"step-{INNER:06d}"
+    shutil.copytree(
+        recipe.output,
+        other.output,
+        ignore=lambda _, names: [name for name in names if name.startswith("step-") and name != kept],
+    )
+    (Path(other.output) / "recipe.toml").write_text(dump_toml(other), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +135,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         recipe = load_recipe(settings | {"output": str(folder / "run")}, RUN)
         (folder / "recipe.toml").write_text(dump_toml(recipe), encoding="utf-8")
     work(World(), one, load_recipe(one / "recipe.toml"))
+    recipes = [load_recipe(folder / "recipe.toml") for folder in (one, two)]
+    others = [recipe.model_copy(update={"output": f"{recipe.output} of others"}) for recipe in recipes]
+    copy_inner(recipes[0], others[1])
     run_ranks(two, size=2)
+    copy_inner(recipes[1], others[0])
+    train(others[0], quiet=True)
     return one, two
 
 
@@ -173,6 +197,14 @@ def test_a_run_taken_up_inside_a_round(folders: tuple[Path, Path]) -> None:
         student, optimizer, student_again, optimizer_again = (file.read_bytes() for file in files)
         assert student == student_again
         assert optimizer == optimizer_again
+
+
+def test_a_run_taken_up_inside_a_round_by_another_number_of_processes(folders: tuple[Path, Path]) -> None:
+    student = f"checkpoints/step-{LAST:06d}/student/model.safetensors"
+    expected = load_file(folders[0] / "run" / student)
+    for folder in folders:
+        for weight, value in load_file(folder / "run of others" / student).items():
+            torch.testing.assert_close(value, expected[weight], atol=1e-6, rtol=1e-6)
 
 
 def test_the_rows_of_every_process_are_in_the_checkpoint(folders: tuple[Path, Path]) -> None:

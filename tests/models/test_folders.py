@@ -1,15 +1,17 @@
 """A folder or name that is no model is refused in one sentence, and nothing of it is run or made up."""
 
+from logging import WARNING
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from huggingface_hub.utils import logging as hub_logging
+from transformers import AutoConfig, GenerationConfig, T5Config, T5ForConditionalGeneration
 from transformers.utils import logging
 
 from etude.errors import ModelError
 from etude.models.backbone import load_backbone
-from etude.models.folders import quiet
+from etude.models.folders import local_folder, quiet, read_config, read_generation_config
 from etude.testing import Kind, tiny_folder, tiny_model
 
 
@@ -21,6 +23,34 @@ def test_no_such_folder(tmp_path: Path) -> None:
 def test_no_such_model_on_the_hub() -> None:
     with pytest.raises(ModelError, match=r"'some/model' is no folder here, and its configuration could not be had"):
         load_backbone("some/model")
+
+
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json"])
+def test_a_typo_in_a_folder_here_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat-student").mkdir()
+    assert local_folder("chat-studnt") is None  # no model in it: not what was meant
+    (tmp_path / "chat-student" / file).touch()
+    with pytest.raises(ModelError, match=r"there is no folder chat-studnt; did you mean chat-student\?"):
+        load_backbone("chat-studnt")
+    assert local_folder("gpt2") is local_folder("owner/chat-studnt") is None
+
+
+def test_the_hubs_retries_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bool] = []
+
+    def read(*_: object, **__: object) -> None:
+        heard.append(hub_logging.get_logger("huggingface_hub.utils._http").isEnabledFor(WARNING))
+        raise OSError("no connection")
+
+    before = hub_logging.get_verbosity()
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read)
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", read)
+    with pytest.raises(ModelError, match="could not be had from the hub: no connection"):
+        read_config("some/model", trust_remote_code=False)
+    assert read_generation_config("some/model") is None
+    assert heard == [False, False]
+    assert hub_logging.get_verbosity() == before
 
 
 def test_no_such_shipped_model() -> None:

@@ -70,10 +70,10 @@ def test_saves_an_adapter_folder_that_peft_loads(base: str, tmp_path: Path) -> N
         assert plain(input_ids=torch.tensor([ROW])).logits[0].equal(logits(backbone))
 
 
-def test_merges_into_a_plain_folder(base: str, tmp_path: Path) -> None:
+def test_a_copy_is_saved_as_a_plain_folder(base: str, tmp_path: Path) -> None:
     backbone = trained(base)
     before = logits(backbone)
-    backbone.merge_and_save(tmp_path / "merged")
+    backbone.copy_as("float32").save(tmp_path / "merged")
     assert logits(backbone).equal(before)
     merged = load_backbone(str(tmp_path / "merged"))
     assert not hasattr(merged.model, "peft_config")
@@ -86,6 +86,7 @@ def test_an_adapter_folder_is_a_model_too(base: str, tmp_path: Path) -> None:
     backbone.save(tmp_path / "adapter")
     loaded = load_backbone(str(tmp_path / "adapter"))
     torch.testing.assert_close(logits(loaded), logits(backbone), atol=1e-5, rtol=1e-5)
+    assert Student(loaded).trainable_parameters().keys() == Student(load_backbone(base)).trainable_parameters().keys()
     with pytest.raises(ModelError, match="is an adapter folder, which takes neither"):
         load_backbone(str(tmp_path / "adapter"), lora=SETTINGS)
 

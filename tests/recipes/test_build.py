@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from etude.config.load import load_recipe
 from etude.config.schema import Recipe, TermConfig
 from etude.core.objective import Objective, Term
 from etude.errors import DataError, ModelError, PairError, RecipeError
+from etude.models.backbone import TransformersBackbone
 from etude.models.mixture import DatasetSampler, MixtureSampler
-from etude.models.roles import AbstractSampler
+from etude.models.roles import AbstractDecoding, AbstractSampler
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.recipes.build import build, objective_of, require_gives, term_of
 from etude.runtime.seeds import Key
@@ -138,6 +140,22 @@ class TestWriters:
         assert isinstance(evaluation.greedy_sampler, InProcessSampler)
         assert evaluation.sampler.settings == SamplingSettings(1.0, 1.0, 0, 3, (2, 8))
         assert evaluation.greedy_sampler.settings == SamplingSettings(0.0, 1.0, 0, 3, (2, 8))
+
+    @pytest.mark.parametrize("writers", [{}, {"student_fraction": 0.0, "other": "teacher"}])
+    def test_rows_written_side_by_side(
+        self, settings: dict[str, Any], writers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        decoded: list[int] = []
+        decoding = TransformersBackbone.decoding
+
+        def counted(self: TransformersBackbone, prompt_ids: Sequence[Tensor]) -> AbstractDecoding:
+            decoded.append(len(prompt_ids))
+            return decoding(self, prompt_ids)
+
+        monkeypatch.setattr(TransformersBackbone, "decoding", counted)
+        parts = made(settings | {"sampler": settings["sampler"] | writers}, "sampler.rows_per_batch=2")
+        parts.sampler.sample(parts.prompts(0)[:3], Key(0, "sample", 0, 0))
+        assert decoded == [2, 1]
 
     def test_nobody_writes_greedily_without_a_verifier(self, settings: dict[str, Any]) -> None:
         for changes in (["data.verifier="], ["evaluation.greedy=false"]):

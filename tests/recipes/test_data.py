@@ -73,6 +73,23 @@ class TestRows:
         assert data.verify is not None
         assert data.verify(data.held_out[0].example, "nonsense") == 0.0
 
+    def test_the_fingerprint_tells_other_ids_apart(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        written = Path(settings["data"]["prompts"]).read_text(encoding="utf-8")
+        labels = ["sampler.student_fraction=0.0", "sampler.other=dataset"]
+
+        def fingerprint(text: str, *changes: str) -> str:
+            (tmp_path / "prompts.jsonl").write_text(text, encoding="utf-8")
+            return read(settings, f"data.prompts={tmp_path / 'prompts.jsonl'}", *changes).fingerprint
+
+        assert fingerprint(written) == fingerprint(written) == read(settings).fingerprint
+        other_prompt = written.replace('"prompt": "w0"', '"prompt": "w1"', 1)
+        other_completion = written.replace('"completion": "w0"', '"completion": "w1"', 1)
+        assert written not in (other_prompt, other_completion)
+        assert fingerprint(written) != fingerprint(other_prompt)
+        assert fingerprint(written) == fingerprint(other_completion)  # nothing reads it
+        assert len({fingerprint(text, *labels) for text in (written, other_prompt, other_completion)}) == 3
+        assert fingerprint(written) != fingerprint(written, "data.eval_size=5")
+
     def test_the_prompts_of_a_round_are_numbered_over_all_ranks(self, settings: dict[str, Any]) -> None:
         changes = ["train.prompts_per_round=3", "sampler.samples_per_prompt=2"]
         recipe = load_recipe(settings, changes)

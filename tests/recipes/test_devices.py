@@ -26,6 +26,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         "torch.cuda.is_bf16_supported", lambda including_emulation=True: "cuda" in has or including_emulation
     )
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: "mps" in has)
+    monkeypatch.setattr("torch.cuda.set_device", lambda index: None)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +52,11 @@ def test_every_auto_is_resolved(machine: None, changes: list[str], expected: Dev
 
 
 @pytest.mark.parametrize("machine", [["cuda"]], indirect=True)
-def test_each_process_has_a_card_of_its_own(machine: None) -> None:
+def test_each_process_has_a_card_of_its_own(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    monkeypatch.setattr("torch.cuda.set_device", current.append)
     assert choose_device(recipe(), World(rank=5, size=8, local_rank=1)).name == "cuda:1"
+    assert current == [1]
 
 
 @pytest.mark.parametrize(

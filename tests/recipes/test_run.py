@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from etude.config.load import dump_toml, load_recipe
 from etude.config.schema import Recipe
-from etude.errors import CheckpointError, DataError, RecipeError
+from etude.core.records import Scored
+from etude.errors import CheckpointError, DataError, PairError, RecipeError
 from etude.models.backbone import TransformersBackbone
 from etude.recipes.run import Summary, check, export, train
+from etude.runtime.lock import locked
 from etude.runtime.tracking import METRICS, describe, read_metrics
 from etude.testing import tiny_folder, tiny_recipe, word_tokenizer
+from etude.training.learner import Learner, StepReport
 from etude.training.loop import Parts
 
 LORA = ["student.lora.rank=2", "student.lora.alpha=4"]
@@ -231,6 +235,60 @@ class TestAgain:
         )
         assert (tmp_path / "run" / "recipe.toml").read_bytes() == before
 
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            (["train.steps=9"], True),
+            (["train.steps=9", "evaluation.every=1", "checkpoint.every=3"], True),
+            (["train.steps=9", "seed=1"], False),
+            (["evaluation.every=1"], False),
+        ],
+    )
+    def test_more_steps_are_refused_with_the_way_to_them(
+        self, finished: tuple[Recipe, Summary], changes: list[str], told: bool
+    ) -> None:
+        changed = load_recipe(tomllib.loads(dump_toml(finished[0])), changes)
+        with pytest.raises(CheckpointError) as refused:
+            train(changed, quiet=True)
+        way = f"; to train further, start a new run with student.model={finished[1].student}"
+        assert str(refused.value).endswith(f"another name or output{way if told else ''}")
+
+    def test_changed_data_are_not_mixed_into_a_run(self, tmp_path: Path) -> None:
+        recipe = load_recipe(tiny_recipe(tmp_path))
+        train(recipe, quiet=True)
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+        path = tmp_path / "prompts.jsonl"
+        text = path.read_text()
+        path.write_text(text.replace('"w5', '"w6', 1))
+        with pytest.raises(CheckpointError, match="the prompts are not those the run in .* began with; bring those"):
+            train(recipe, quiet=True)
+        path.write_text(text)
+        assert train(recipe, quiet=True).steps == 4
+
+    @pytest.mark.parametrize("fresh", [False, True])
+    def test_a_folder_another_process_trains_in_is_left_alone(
+        self, finished: tuple[Recipe, Summary], tmp_path: Path, fresh: bool
+    ) -> None:
+        recipe = copied(finished, tmp_path / "run")
+        with locked(tmp_path / "run"), pytest.raises(RecipeError, match=r"another process is training in .*; wait"):
+            train(recipe, fresh=fresh, quiet=True)
+        assert train(recipe, quiet=True).steps == 4
+
+    @pytest.mark.parametrize(("every", "then"), [(2, "goes on from step 2"), (0, "starts over")])
+    def test_an_interruption_says_where_it_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, then: str
+    ) -> None:
+        real = Learner.learn
+
+        def learn(self: Learner, prepared: Sequence[Scored], step: int, num_rows: int) -> Iterator[StepReport]:
+            if step == 3:
+                raise KeyboardInterrupt
+            return real(self, prepared, step, num_rows)
+
+        monkeypatch.setattr(Learner, "learn", learn)
+        with pytest.raises(KeyboardInterrupt, match=f"^interrupted after step 3; the same command {then}$"):
+            train(load_recipe(tiny_recipe(tmp_path), [f"checkpoint.every={every}"]), quiet=True)
+
     def test_fresh_starts_over_and_leaves_what_is_not_ours(
         self, finished: tuple[Recipe, Summary], tmp_path: Path
     ) -> None:
@@ -388,12 +446,20 @@ class TestCheck:
         for path in tmp_path.rglob("*.safetensors"):
             path.unlink()
         lines = check(load_recipe(settings, [f"teacher.model={other}"])).splitlines()
-        assert lines[0].startswith("term reverse_kl: exact, ")
-        assert lines[1] == "prompts: 20 to train on, 4 held out; the longest has 5 tokens"
-        assert lines[2].startswith("sampling: {'temperature': 1.0, ")
-        assert lines[3] == "the pad_token of the student is '<pad>', of the teacher '</s>'"
+        assert lines[0] == "prompts: 20 to train on, 4 held out; the longest has 5 tokens"
+        assert lines[1].startswith("sampling: {'temperature': 1.0, ")
+        assert lines[2] == "the pad_token of the student is '<pad>', of the teacher '</s>'"
         assert not (tmp_path / "run").exists()
 
     def test_it_refuses_what_train_would(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="context window"):
             check(load_recipe(tiny_recipe(tmp_path), ["sampler.max_new_tokens=64"]))
+        with pytest.raises(RecipeError, match="is not available here"):
+            check(load_recipe(tiny_recipe(tmp_path), ["device.device=cuda"]))
+        with pytest.raises(RecipeError, match="is not empty and holds no run"):
+            check(load_recipe(tiny_recipe(tmp_path), [f"output={tmp_path}"]))
+
+    def test_it_matches_needs_with_gives(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("etude.recipes.build.FrozenTeacher.gives", frozenset())
+        with pytest.raises(PairError, match="teacher 'teacher' gives nothing"):
+            check(load_recipe(tiny_recipe(tmp_path)))

@@ -78,6 +78,15 @@ def test_the_small_card_changes_memory_only():
     assert without(large, "student", "loss", "train") == without(small, "student", "loss", "train")
 
 
+def test_the_starter_with_its_method_uncommented_is_that_method(tmp_path: Path):
+    lines = [line.removeprefix("# ") if line.startswith("# method") else line for line in lines_of("starter")]
+    (tmp_path / "mine.toml").write_text("\n".join(lines), encoding="utf-8")
+    recipe = load_recipe(tmp_path / "mine.toml")
+    assert recipe.method == "gkd"
+    assert (recipe.sampler.student_fraction, recipe.sampler.other) == (0.5, "dataset")
+    assert recipe.terms[0].divergence == "jsd"
+
+
 def test_files_that_recipes_name_are_shipped_with_them():
     prompts = [recipe.data.prompts for name in NAMES if name != "starter" if (recipe := load_recipe(name)).data.prompts]
     assert prompts

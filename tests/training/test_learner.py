@@ -315,6 +315,13 @@ class TestNotFinite:
         assert [line["gradient/skipped"] for line in metrics] == [0, 1, 0]
         assert scaler.get_scale() == 2.0**9
 
+    def test_a_norm_that_is_too_large_for_its_type_moves_nothing_under_a_loss_scale(self) -> None:
+        """Each gradient is finite, so the scaler itself would step."""
+        plain, _ = self.run([None, None])
+        scaled, metrics = self.run([None, 1e200, None], scaler=torch.amp.GradScaler("cpu", init_scale=1.0))
+        assert weights_of(scaled.student)["weight_VS"].equal(weights_of(plain.student)["weight_VS"])
+        assert [line["gradient/skipped"] for line in metrics] == [0, 1, 0]
+
     def test_a_loss_scale_may_take_longer_to_settle(self) -> None:
         allowed = 10 * MAX_SKIPPED_IN_A_ROW
         learner, _ = self.run([math.inf] * (allowed - 1), scaler=torch.amp.GradScaler("cpu"), plan=Plan(steps=100))

@@ -131,6 +131,23 @@ def test_each_rank_puts_down_its_own_rows_and_the_main_one_gathers_them(tmp_path
         assert [row.rollout.prompt.row for row in restored.pending or []] == [10 * rank, 10 * rank + 1]
 
 
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (2, 3)])
+def test_another_number_of_processes_deals_the_rows_out_anew(tmp_path: Path, before: int, now: int) -> None:
+    learner, whole = learner_of(), rows_of(learner_of()) + rows_of(learner_of(), first=2)
+    for rank in reversed(range(before)):  # the main one last: it gathers
+        state = State(2, whole[rank::before])
+        saver_of(tmp_path, Apart(rank, size=before, local_rank=rank)).save(state, learner.student, learner)
+    for rank in range(now):
+        saver = saver_of(tmp_path, Apart(rank, size=now, local_rank=rank))
+        checkpoint = saver.store.newest()
+        assert checkpoint is not None
+        pending = saver.restore(checkpoint, learner.student, learner).pending or []
+        expected = whole[rank::now]
+        assert [row.rollout.prompt.row for row in pending] == [row.rollout.prompt.row for row in expected]
+        for ours, theirs in zip(pending, expected, strict=True):
+            assert ours.rollout.completion_ids.equal(theirs.rollout.completion_ids)
+
+
 def test_what_a_killed_save_left_behind_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     learner, saver = learner_of(), saver_of(tmp_path)
     left_behind = tmp_path / "checkpoints" / ".round-of-rank-0"

@@ -187,6 +187,12 @@ RULES: tuple[Rule, ...] = (
         "cross-entropy on tokens the student itself has just drawn has an expected gradient of zero",
         'write sources = ["dataset"] or ["teacher"] for this term',
     ),
+    Rule(
+        "label-shifted-rows",
+        {"teacher": ("label",), "rows": ("student", "mixed")},
+        "surrogate",
+        "self-training on the student's own shifted samples sharpens what it already says; no teacher's gradient",
+    ),
     Rule("label", {"teacher": ("label",)}, "exact", "forward KL to a one-hot label is the cross-entropy"),
     Rule(
         "state-value-advantage",

@@ -72,8 +72,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         return PIPE_CLOSED
-    except KeyboardInterrupt:
-        print("etude: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"etude: {str(stop) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         if os.environ.get("ETUDE_DEBUG") == "1":
@@ -149,7 +149,7 @@ def _last_part(model: str) -> str:
 def _check(words: Sequence[str]) -> int:
     parser = _Parser(
         "check",
-        "Everything that can be known before step 1: settings, legality of each term, vocabularies, data, memory.",
+        "Everything that can be known before step 1: settings, legality of each term, vocabularies, data.",
         "RECIPE [key=value ...] [--config-only]",
     )
     _add_recipe(parser)

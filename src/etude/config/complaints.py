@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from etude.config.noun import Noun, choices, fields_below, noun_within, spelled
+from etude.config.noun import Idle, Noun, choices, fields_below, noun_within, spelled
 from etude.config.plain import is_table
 from etude.config.schema import Recipe
 
@@ -53,7 +53,9 @@ def sentence(error: ValidationError, where: Callable[[str], str]) -> str:
     if first["type"] == "missing":
         return f"{where(key)}: found no {key}; expected {_meaning(cast(FieldInfo, field))}"
     if first["type"] == "value_error":
-        return f"{where(key)}: {key + ': ' if key else ''}{first.get('ctx', {})['error']}"
+        error = first.get("ctx", {})["error"]
+        setter = where(f"{key}.{error.field}" if isinstance(error, Idle) else key)
+        return f"{setter}: {key + ': ' if key else ''}{error}"
     same_key = [detail for detail in details if _locate(detail["loc"])[0] == key]
     expected = " or ".join(dict.fromkeys(_expected(detail, field) for detail in same_key))
     return f"{where(key)}: {key}: found {_described(first['input'])}, expected {expected}{_nearest_word(first, field)}"
@@ -123,6 +125,8 @@ def _expected(detail: ErrorDetails, field: FieldInfo | None) -> str:
     if detail["type"] in ("enum", "literal_error"):
         return f"one of {', '.join(choices(field.annotation if field else None))}"
     template = EXPECTED.get(detail["type"])
+    if "." in detail.get("ctx", {}).get("pattern", ""):
+        return "letters, digits, -, _, = and, after the first, dots"
     limits = {name: f"{limit:g}" for name, limit in detail.get("ctx", {}).items() if isinstance(limit, (int, float))}
     return template.format_map(limits) if template else detail["msg"]
 

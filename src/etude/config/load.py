@@ -16,7 +16,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -24,8 +24,8 @@ from etude.axes.legality import Point, Rule, require_legal
 from etude.config.complaints import nearest, sentence
 from etude.config.draft import COMMAND_LINE, Draft, Setting, parse_override
 from etude.config.methods import METHODS
-from etude.config.noun import spelled
-from etude.config.plain import leaves
+from etude.config.noun import fields_below, spelled
+from etude.config.plain import is_array, is_table, leaves
 from etude.config.schema import Recipe
 from etude.config.write import dump_toml
 from etude.errors import LegalityError, RecipeError
@@ -33,6 +33,8 @@ from etude.errors import LegalityError, RecipeError
 __all__ = ["Setting", "dump_toml", "explain", "load_recipe", "shipped_recipes", "verdicts"]
 
 SHIPPED_FOLDER = Path(__file__).parent.parent / "recipes"
+
+TEXT_KEYS = frozenset(key for key, field in fields_below(Recipe) if cast(object, field.annotation) in (str, str | None))
 
 RecipeSource = str | Path | Mapping[str, Any]
 
@@ -80,7 +82,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Draft]:
     name, label, folder, settings = _read(source)
-    changes = [parse_override(text) for text in overrides]
+    changes = [_change(text) for text in overrides]
     draft = Draft()
     draft.lay(settings, label, folder)
     _override(draft, changes)
@@ -98,6 +100,14 @@ def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Draft
     except LegalityError as error:
         raise LegalityError(f"{label}: {error}") from None
     return recipe, draft
+
+
+def _change(text: str) -> tuple[str, Any]:
+    """An override; what looks like a number, a date or a truth value is text where only text can be meant."""
+    key, value = parse_override(text)
+    if key not in TEXT_KEYS or value is None or isinstance(value, str) or is_array(value) or is_table(value):
+        return key, value
+    return key, text.partition("=")[2].strip()
 
 
 def _override(draft: Draft, changes: Sequence[tuple[str, Any]]) -> None:
@@ -124,7 +134,7 @@ def _read(source: RecipeSource) -> tuple[str, str, Path, Mapping[str, Any]]:
         return "run", "recipe", Path.cwd(), source
     path = find_recipe(source)
     label = f"recipe {source}" if path.parent == SHIPPED_FOLDER else str(source)
-    return path.stem, label, path.parent, _parse(path, label)
+    return re.sub(r"[^A-Za-z0-9._=-]+", "-", path.stem).lstrip(".") or "run", label, path.parent, _parse(path, label)
 
 
 def find_recipe(source: str | Path) -> Path:

@@ -29,7 +29,7 @@ class Method:
     def axes(self) -> dict[str, str]:
         """The six axes in the order of the equation, read off the settings."""
         sampler, term = self.settings["sampler"], self.settings["terms"][0]
-        share, other = sampler["student_fraction"], sampler.get("other")
+        share, other = sampler["student_fraction"], sampler.get("other", "dataset")  # as in the schema
         writers = {0.0: other, 1.0: "student"}.get(share, f"student {share:.0%}, {other} {1 - share:.0%}")
         return {"sampler": writers} | {axis: term[axis] for axis in TERM_AXES}
 
@@ -58,10 +58,10 @@ _ROWS = (
     Method(
         "gkd",
         "generalised knowledge distillation: half the rows from the student, half from the data, JSD",
-        {"sampler": {"student_fraction": 0.5, "other": "dataset"}, "terms": [_term("jsd")]},
+        {"sampler": {"student_fraction": 0.5}, "terms": [_term("jsd")]},
         "Agarwal et al. (2023), arXiv 2306.13649",
-        "The paper tosses one coin a batch; here each round has the exact share. Its other values: student_fraction 0 "
-        "and 1 (the best), beta 0.1 and 0.9, forward_kl, reverse_kl.",
+        "The paper tosses one coin a batch; here one is tossed a row. Its other values: student_fraction 0 and 1 (the "
+        "best), beta 0.1 and 0.9, forward_kl, reverse_kl.",
     ),
     Method(
         "thinking-machines",
@@ -76,7 +76,7 @@ _ROWS = (
     Method(
         "supervised-kd",
         "word-level distillation: the teacher marks the data's own completions, forward KL",
-        {"sampler": {"student_fraction": 0.0, "other": "dataset"}, "terms": [_term("forward_kl")]},
+        {"sampler": {"student_fraction": 0.0}, "terms": [_term("forward_kl")]},
         "Hinton et al. (2015), arXiv 1503.02531; on language models Sanh et al. (2019), arXiv 1910.01108",
     ),
     Method(
@@ -93,7 +93,7 @@ _ROWS = (
         "sft",
         "supervised fine-tuning: cross-entropy on the data's own completions; needs no teacher",
         {
-            "sampler": {"student_fraction": 0.0, "other": "dataset"},
+            "sampler": {"student_fraction": 0.0},
             "terms": [_term("forward_kl", teacher="label")],
         },
         "maximum likelihood; as forward KL to a one-hot label it is a point of the same axes",

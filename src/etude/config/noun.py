@@ -36,6 +36,14 @@ class OnlyWhen:
     default_of: Callable[[Any], object] | None = None
 
 
+class Idle(ValueError):
+    """A field was written that would do nothing."""
+
+    def __init__(self, field: str, value: object, reads: str) -> None:
+        super().__init__(f"{field} = {spelled(value)} does nothing here, it counts only when {reads}; remove it")
+        self.field = field
+
+
 class Noun(BaseModel):
     """A table of the recipe: frozen, strict, and refusing what it does not know."""
 
@@ -57,9 +65,7 @@ class Noun(BaseModel):
             if not written and default is not None:
                 object.__setattr__(self, name, default)  # frozen for others; it is still being built
         elif written and value != field.default:
-            raise ValueError(
-                f"{name} = {spelled(value)} does nothing here, it counts only when {rule.reads}; remove it"
-            )
+            raise Idle(name, value, rule.reads)
 
 
 def spelled(value: object) -> str:

@@ -180,7 +180,7 @@ class SamplerConfig(Noun):
         default=1.0,
         ge=0,
         le=1,
-        description="Share of each round's rows that the student writes. 1: on-policy; best in GKD (2023).",
+        description="Probability that the student writes a row; one seeded coin a row. 1: on-policy, best in GKD.",
     )
     other: Annotated[
         Literal[Source.DATASET, Source.TEACHER] | None,
@@ -205,6 +205,9 @@ class SamplerConfig(Noun):
     dtype: Precision = Field(
         default="auto",
         description="Of the copy that writes; the gap to the student's log-probs is measured. auto: compute_dtype.",
+    )
+    rows_per_batch: int = Field(
+        default=64, ge=1, description="Rows written side by side; sets memory, and the result only by rounding."
     )
     stop: Many[str] = Field(
         default=(), description="Tokens that end a completion, beside the tokenizer's and the model's own."
@@ -339,7 +342,9 @@ class TrainConfig(Noun):
     )
     epochs: int = Field(default=1, ge=1, description="Passes over a round's rows. 1 x 1 step is on-policy.")
     tokens_per_micro_batch: int = Field(
-        default=8192, ge=1, description="Padded tokens of one forward and backward pass; sets memory, never the result."
+        default=8192,
+        ge=1,
+        description="Padded tokens of one forward and backward pass; sets memory, and with dropout off no result.",
     )
 
 
@@ -407,7 +412,12 @@ class Recipe(Noun):
         default=None, description="A named point of the axes whose settings this recipe starts from."
     )
     seed: int = Field(default=0, ge=0, description="Every random number of the run follows from it.")
-    name: str = Field(default="run", min_length=1, description="Of the run. Left out: the recipe file's name.")
+    name: str = Field(
+        default="run",
+        min_length=1,
+        pattern=r"^[A-Za-z0-9_=-][A-Za-z0-9._=-]*$",  # it names a folder, which stays where runs are
+        description="Of the run: letters, digits, -, _, = and dots. Left out: the recipe file's name.",
+    )
     output: str = Field(
         default_factory=lambda recipe: f"runs/{recipe['name']}",
         min_length=1,

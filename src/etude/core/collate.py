@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from etude.axes.names import Source
 from etude.core.logprobs import predicted_from
-from etude.core.records import Batch, Scored, TeacherColumns
+from etude.core.records import Batch, Rollout, Scored, TeacherColumns
 from etude.errors import RecordError
 
 PAD = 0  # any valid id: padded places are masked in attention and never scored
@@ -51,6 +52,11 @@ def _teacher_columns(rows: Sequence[Scored], name: str, kept: Sequence[Tensor]) 
         sampled_logprobs_N=column("sampled_logprobs", [score.sampled_logprobs for score in scores]),
         hidden_ND=column("hidden", [score.hidden for score in scores]),
     )
+
+
+def _own_logprobs(rollout: Rollout) -> Tensor | None:
+    """[C] What the writer said of its own tokens, where the writer was the student: comparable with the trainer's."""
+    return rollout.raw_logprobs if rollout.source is Source.STUDENT else None
 
 
 def collate(rows: Sequence[Scored]) -> Batch:
@@ -97,11 +103,9 @@ def collate(rows: Sequence[Scored]) -> Batch:
             [b * width + predicted_from(r.num_prompt_tokens, lengths[b]) for b, r in enumerate(rollouts)]
         ),
         target_ids_N=column([rollout.completion_ids for rollout in rollouts]),
-        row_N=column([torch.full((n,), b) for b, n in enumerate(lengths)]),
-        offset_N=column([torch.arange(n) for n in lengths]),
         weights_JN=column(weights),
         advantages_JN=column(advantages),
         behaviour_logprobs_N=optional([rollout.behaviour_logprobs for rollout in rollouts], 0.0),
-        raw_logprobs_N=optional([rollout.raw_logprobs for rollout in rollouts], float("nan")),
+        raw_logprobs_N=optional([_own_logprobs(rollout) for rollout in rollouts], float("nan")),
         teachers={name: _teacher_columns(rows, name, kept) for name in rows[0].scores},
     )

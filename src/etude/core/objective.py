@@ -118,7 +118,7 @@ class Objective:
         weights, advantages = list[Tensor](), list[Tensor]()
         for term in self.terms:
             mask_C = row_mask(row.rollout, sources=term.sources, train_truncated=term.train_truncated)
-            weights.append(row_weights(mask_C, None, term.reduction))
+            weights.append(row_weights(mask_C, term.reduction))
             trains = term.rewards_needed and bool(mask_C.any())
             advantages.append(self._advantages(term, row) if trains else torch.zeros_like(weights[-1]))
         return row.with_prepared(weights=torch.stack(weights), advantages=torch.stack(advantages))
@@ -268,7 +268,7 @@ class Objective:
         scored_n = (batch.weights_JN[:, tokens] != 0).any(dim=0)  # a batch without work holds one token of no weight
         entropy_n = -student_nV.exp().mul_(student_nV.clamp(min=torch.finfo(student_nV.dtype).min)).sum(-1)
         raw_n = batch.raw_logprobs_N[tokens]
-        # Rows that carry their writer's log-probabilities, which are comparable at temperature 1 only.
+        # The student's rows with the sampler's log-probabilities, which are comparable at temperature 1 only.
         written_n = scored_n & ~torch.isnan(raw_n) & (self.temperature == 1.0)
         gap_n = torch.where(written_n, (chosen_n - raw_n).abs(), 0.0)
         return [

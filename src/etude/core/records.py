@@ -157,12 +157,10 @@ class Batch:
     position_ids_BT: Tensor  # [B, T] int64: 0, 1, 2, ... on the real tokens of each row
     predicted_from_N: Tensor  # [N] int64: flat index into B*T of the position whose logits predict the token
     target_ids_N: Tensor  # [N] int64: the scored token itself
-    row_N: Tensor  # [N] int64: which row of the batch it belongs to
-    offset_N: Tensor  # [N] int64: its place within the completion, from 0
     weights_JN: Tensor  # [J, N] float32
     advantages_JN: Tensor  # [J, N] float32
     behaviour_logprobs_N: Tensor  # [N] float32; zero for rows nobody sampled (dataset rows)
-    raw_logprobs_N: Tensor  # [N] float32; NaN for rows that have none
+    raw_logprobs_N: Tensor  # [N] float32, of rows the student wrote; NaN for others
     teachers: Mapping[str, TeacherColumns]  # by teacher name
 
     @property

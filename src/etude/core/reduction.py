@@ -19,15 +19,13 @@ from torch import Tensor
 from etude.axes.names import Reduction
 
 
-def row_weights(mask_C: Tensor, weight_C: Tensor | None, reduction: Reduction) -> Tensor:
-    """[C] float32: mask times weight; under `sequence_mean` also divided by the row's own number of trained tokens.
+def row_weights(mask_C: Tensor, reduction: Reduction) -> Tensor:
+    """[C] float32: the mask; under `sequence_mean` divided by the row's own number of trained tokens.
 
-    >>> row_weights(torch.tensor([True, True, False, True]), None, Reduction.SEQUENCE_MEAN)
+    >>> row_weights(torch.tensor([True, True, False, True]), Reduction.SEQUENCE_MEAN)
     tensor([0.3333, 0.3333, 0.0000, 0.3333])
     """
     values_C = mask_C.to(torch.float32)
-    if weight_C is not None:
-        values_C = values_C * weight_C
     if reduction is Reduction.SEQUENCE_MEAN:
         values_C = values_C / mask_C.sum().clamp(min=1)
     return values_C

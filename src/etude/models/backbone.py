@@ -128,10 +128,6 @@ class TransformersBackbone(AbstractBackbone):
             saved = read_model(type(self.base), str(folder), self.base.dtype)
             self.base.load_state_dict(saved.state_dict())
 
-    def merge_and_save(self, folder: Path) -> None:
-        """A plain transformers folder in any case, adapters merged into the weights."""
-        self.copy_as(str(self.base.dtype).removeprefix("torch.")).save(folder)
-
     def copy_as(self, dtype: str) -> TransformersBackbone:
         """A plain model with the effective weights, adapters merged, in this precision throughout."""
         copy = adapters.merged_copy(self.model) if adapters.is_adapted(self.model) else deepcopy(self.base)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -31,14 +33,21 @@ def local_folder(name: str) -> Path | None:
     """The folder a model's name stands for, if it is one.
 
     Raises:
-        ModelError: the name can only be a folder, and there is none.
+        ModelError: the name can only be a folder, or is nearly that of a model folder here, and there is none.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if name.startswith(("/", ".", "~")):
         raise ModelError(f"there is no folder {name}; name a folder with a model in it, or a model on the hub")
+    if "/" not in name and (near := get_close_matches(name, _model_folders(), n=1, cutoff=0.8)):
+        raise ModelError(f"there is no folder {name}; did you mean {near[0]}? A model on the hub is named owner/model")
     return None
+
+
+def _model_folders() -> list[str]:
+    """The folders with a model, or an adapter, right here."""
+    return [file.parent.name for kind in ("config", "adapter_config") for file in Path().glob(f"*/{kind}.json")]
 
 
 def read_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -82,7 +91,8 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
 def read_generation_config(name: str) -> GenerationConfig | None:
     """The generation defaults that lie beside a model, if any: read for the stop ids they name, never obeyed."""
     try:
-        return GenerationConfig.from_pretrained(_place(name))
+        with _without_retries_told():
+            return GenerationConfig.from_pretrained(_place(name))
     except OSError:  # how transformers says that there are none
         return None
 
@@ -124,6 +134,17 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def _without_retries_told() -> Iterator[None]:
+    """Without the hub's warning before every retry; what comes of them is told once, as an error."""
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(verbosity)
+
+
 def _place(name: str) -> str:
     return str(local_folder(name) or name)
 
@@ -132,7 +153,8 @@ def _place(name: str) -> str:
 def _refusing(name: str, what: str) -> Iterator[None]:
     """One sentence for whatever the engine has to say against a model; what it may raise is not documented."""
     try:
-        yield
+        with _without_retries_told():
+            yield
     except EtudeError:
         raise
     except Exception as error:

@@ -141,10 +141,11 @@ def base_of(name: str) -> str:
 
 
 def merge_folder(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """The base model with the adapter of a folder merged into its weights."""
+    """The base model with the adapter of a folder merged into its weights, trainable like any other."""
     peft = _peft(f"the adapter folder {name}")
     with _without_known_warnings():
-        return peft.PeftModel.from_pretrained(model, str(local_folder(name))).merge_and_unload()
+        merged = peft.PeftModel.from_pretrained(model, str(local_folder(name))).merge_and_unload()
+    return merged.requires_grad_(True)  # peft froze it, and merging leaves it so
 
 
 @contextmanager

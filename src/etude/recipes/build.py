@@ -45,7 +45,7 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
         UsageError: something does not fit; the sentence says what, where and what to do.
     """
     objective = objective_of(recipe)
-    require_gives(objective, {TEACHER: FrozenTeacher.gives} if recipe.teacher else {})
+    require_gives(objective, gives_of(recipe))
     require_rows(recipe, world)
     device = choose_device(recipe, world)
     data = read_data(recipe)
@@ -55,7 +55,9 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
     settings = sampling_settings(recipe, data.stop_ids)
     for line in (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
         tracker.say(line)
-    own = InProcessSampler(student.backbone, settings, dtype=device.sampler_dtype)
+    own = InProcessSampler(
+        student.backbone, settings, dtype=device.sampler_dtype, rows_per_batch=recipe.sampler.rows_per_batch
+    )
     teachers: dict[str, AbstractTeacher] = {TEACHER: teacher} if teacher else {}
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
     return Parts(
@@ -67,7 +69,7 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
         prompts=partial(data.prompts_of_round, recipe, plan.stage),
         evaluation=evaluation_of(recipe, data, own, teacher, world),
         plan=plan,
-        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device)),
+        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device, data)),
         tracker=tracker,
         world=world,
         seed=recipe.seed,
@@ -89,6 +91,11 @@ def objective_of(recipe: Recipe) -> Objective:
 def term_of(config: TermConfig) -> Term:
     """Key for key: a term's recipe keys are the arguments of `Term`."""
     return Term(**{name: getattr(config, name) for name in TermConfig.model_fields})
+
+
+def gives_of(recipe: Recipe) -> dict[str, frozenset[Gives]]:
+    """What each teacher gives, by name."""
+    return {TEACHER: FrozenTeacher.gives} if recipe.teacher else {}
 
 
 def require_gives(objective: Objective, gives: Mapping[str, frozenset[Gives]]) -> None:
@@ -113,9 +120,14 @@ def require_rows(recipe: Recipe, world: World) -> None:
         )
 
 
-def facts_of(settings: SamplingSettings, device: Device) -> dict[str, object]:
-    """What the recipe left open and this run decided: kept with each checkpoint."""
-    return {"threads": torch.get_num_threads(), "device": asdict(device), "sampling": settings.describe()}
+def facts_of(settings: SamplingSettings, device: Device, data: Data) -> dict[str, object]:
+    """What the recipe left open and this run decided or found: kept with each checkpoint."""
+    return {
+        "threads": torch.get_num_threads(),
+        "device": asdict(device),
+        "sampling": settings.describe(),
+        "data": data.fingerprint,
+    }
 
 
 def num_parameters(student: Student, teacher: FrozenTeacher | None) -> int:
@@ -170,7 +182,9 @@ def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | N
     writes = own if fraction > 0 else None
     if recipe.sampler.other is Source.TEACHER:
         assert teacher is not None  # the schema asks for [teacher]
-        other: AbstractSampler | None = InProcessSampler(teacher.backbone, own.settings, source=Source.TEACHER)
+        other: AbstractSampler | None = InProcessSampler(
+            teacher.backbone, own.settings, source=Source.TEACHER, rows_per_batch=recipe.sampler.rows_per_batch
+        )
     else:
         other = DatasetSampler() if recipe.sampler.other is Source.DATASET else None
     if writes is None or other is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,17 @@ class Data:
     def prompts_of_round(self, recipe: Recipe, stage: int, number: int) -> list[Prompt]:
         """All ranks' prompts of a round, rows numbered from 0."""
         return self.train.batch(stage, number, recipe.train.prompts_per_round, recipe.sampler.samples_per_prompt)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of every id a run reads, so that changed data are noticed."""
+        found = hashlib.sha256()
+        for prompts in (self.train.fixed(len(self.train)), self.held_out):
+            for prompt in prompts:
+                completion = [] if prompt.completion_ids is None else prompt.completion_ids.tolist()
+                found.update(f"{prompt.token_ids.tolist()} {completion}\n".encode())
+            found.update(b"\n")
+        return found.hexdigest()
 
     def describe(self) -> str:
         """How many prompts there are, and what became of those that are too long."""

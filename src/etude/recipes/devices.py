@@ -33,12 +33,14 @@ class Device:
 
 
 def choose_device(recipe: Recipe, world: World) -> Device:
-    """Resolve every `auto`.
+    """Resolve every `auto`, and make this process's card the current one.
 
     Raises:
         RecipeError: the device asked for is not there, or float16 is asked for where it cannot be trained.
     """
     name = _device_name(recipe.device.device, world)
+    if name.startswith("cuda"):
+        torch.cuda.set_device(world.local_rank)  # or NCCL would guess a card, at the first word exchanged
     compute_dtype = _compute_dtype(recipe.student.compute_dtype, name)
     if compute_dtype == "float16" and not name.startswith("cuda"):
         raise RecipeError(

@@ -17,22 +17,26 @@ import platform
 import shutil
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from etude import errors
 from etude.config.load import dump_toml, load_recipe
 from etude.config.plain import leaves
 from etude.config.schema import Recipe
-from etude.errors import CheckpointError, RecipeError
+from etude.errors import CheckpointError, EtudeError, RecipeError
 from etude.models.backbone import load_backbone
 from etude.models.lora import base_of
-from etude.recipes.build import build, objective_of, sampling_settings
+from etude.recipes.build import build, gives_of, objective_of, require_gives, sampling_settings
 from etude.recipes.data import read_data
+from etude.recipes.devices import choose_device
 from etude.runtime.checkpoints import CheckpointStore
+from etude.runtime.lock import locked
 from etude.runtime.tracking import METRICS_FILE, Tracker
 from etude.runtime.world import World
 from etude.training.loop import Parts
@@ -71,16 +75,28 @@ def train(recipe: Recipe, *, fresh: bool = False, quiet: bool = False) -> Summar
     """
     world = World.current()
     folder = Path(recipe.output)
-    try:
-        if world.is_main:
-            _require_place(folder, recipe, fresh)
-        world.barrier()
-        with Tracker(
+    with ExitStack() as stack:
+        refusal = None
+        try:
+            if world.is_main:
+                _require_place(folder, recipe, fresh)
+                stack.enter_context(locked(folder))
+        except EtudeError as error:
+            refusal = error
+        _refuse_together(refusal, world)
+        tracker = Tracker(
             folder if world.is_main else None, console=not quiet and world.is_main, total_steps=recipe.train.steps
-        ) as tracker:
-            return _run(recipe, folder, fresh, world, tracker)
-    finally:
-        world.close()
+        )
+        return _run(recipe, folder, fresh, world, stack.enter_context(tracker))
+
+
+def _refuse_together(refusal: EtudeError | None, world: World) -> None:
+    """What the main process refuses, every process refuses, in the same words."""
+    kind, text = world.broadcast_object(refusal and (type(refusal).__name__, str(refusal))) or (None, "")
+    if refusal is not None:
+        raise refusal
+    if kind is not None:
+        raise getattr(errors, kind)(text)
 
 
 def _run(recipe: Recipe, folder: Path, fresh: bool, world: World, tracker: Tracker) -> Summary:
@@ -111,7 +127,12 @@ def _go_on(parts: Parts) -> State:
     state = _restore(parts, parts.tracker)
     earlier = state.seconds
     parts.saver.clock = lambda: earlier + time.monotonic() - started
-    state = run_loop(parts, state)
+    try:
+        state = run_loop(parts, state)
+    except KeyboardInterrupt:
+        checkpoint = parts.saver.store.newest()
+        then = "starts over" if checkpoint is None else f"goes on from step {checkpoint.step}"
+        raise KeyboardInterrupt(f"interrupted after step {state.step}; the same command {then}") from None
     state.seconds = parts.saver.clock()
     return state
 
@@ -130,6 +151,11 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
             )
         tracker.truncate_after(-1)
         return State()
+    if checkpoint.info.get("data") != parts.saver.info["data"]:
+        raise CheckpointError(
+            f"the prompts are not those the run in {parts.saver.folder} began with; "
+            "bring those back, start over with --fresh, or give this run another output"
+        )
     threads = checkpoint.info["threads"]
     if threads != torch.get_num_threads():
         tracker.say(
@@ -173,30 +199,39 @@ def _require_same(folder: Path, recipe: Recipe) -> None:
         raise CheckpointError(f"{folder / RECIPE_FILE} cannot be read: {error}; start over with --fresh") from None
     if changed:
         raise CheckpointError(
-            f"{folder} holds a run with other settings ({'; '.join(changed)}); "
-            "start over with --fresh, or give this one another name or output"
+            f"{folder} holds a run with other settings ({'; '.join(changed.values())}); "
+            f"start over with --fresh, or give this one another name or output{_way_to_more(folder, changed)}"
         )
 
 
-def _changed_keys(before: str, after: str) -> list[str]:
+def _way_to_more(folder: Path, changed: Iterable[str]) -> str:
+    """What to do where only the number of steps is another, and perhaps what is measured and kept on the way."""
+    keys = [key for key in changed if not key.startswith(("evaluation.", "checkpoint."))]
+    checkpoint = CheckpointStore(folder / CHECKPOINTS_FOLDER).newest() if keys == ["train.steps"] else None
+    if checkpoint is None:
+        return ""
+    return f"; to train further, start a new run with student.model={checkpoint.path / STUDENT_FOLDER}"
+
+
+def _changed_keys(before: str, after: str) -> dict[str, str]:
+    """By key, what it is there and what it is now."""
     old, new = (dict(leaves(tomllib.loads(text))) for text in (before, after))
     keys = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
-    return [f"{key}: {old.get(key, 'unset')} there, {new.get(key, 'unset')} now" for key in keys]
+    return {key: f"{key}: {old.get(key, 'unset')} there, {new.get(key, 'unset')} now" for key in keys}
 
 
 def check(recipe: Recipe) -> str:
-    """What can be found out before any weight is read: terms, tokenizers, data, lengths. Returns what to print.
+    """What can be found out before any weight is read: terms, device, folder, data, lengths. Returns what to print.
 
     Raises:
         UsageError: the run could not start; the sentence says why and what to do.
     """
     objective = objective_of(recipe)
+    require_gives(objective, gives_of(recipe))
+    choose_device(recipe, World())
+    _require_place(Path(recipe.output), recipe, fresh=False)
     data = read_data(recipe)
     lines = [
-        *(
-            f"term {term.name}: {rule.kind}, {rule.reason}"
-            for term, rule in zip(objective.terms, objective.verdicts, strict=True)
-        ),
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
         f"sampling: {sampling_settings(recipe, data.stop_ids).describe()}",
         *objective.warnings,

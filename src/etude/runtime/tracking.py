@@ -38,7 +38,7 @@ METRICS: Mapping[str, str] = {
     "tokens/per_second": "tokens/scored over time/step_s",
     "student/entropy": "mean entropy of the student's next-token distribution at the scored tokens, in nats",
     "student/logprob": "mean log-prob the student gives the scored tokens, in nats",
-    "sampler/logprob_gap": "mean absolute difference between the writer's own log-probs and the trainer's, in nats",
+    "sampler/logprob_gap": "mean absolute gap between sampler's and trainer's log-probs on the student's rows, in nats",
     "gradient/norm": "global gradient norm before clipping",
     "gradient/skipped": "1 where the step left the weights alone: gradient not finite, or no token to train; else 0",
     "learning_rate": "of this step",

@@ -2,8 +2,8 @@
 
 `torchrun` and `accelerate launch` describe the world in environment variables; without them it is this process alone,
 and then every method is trivial and `torch.distributed` is never imported. The process group starts with the first
-word exchanged: gloo between CPUs, NCCL between CUDA tensors. Knows no model and no batch; the only importer of
-`torch.distributed`.
+word exchanged, gloo between CPUs, NCCL between CUDA tensors, and lasts until the process ends: a launcher's meeting
+place serves one. Knows no model and no batch; the only importer of `torch.distributed`.
 
     >>> world = World()
     >>> world.is_main, world.gather_objects([{"row": 0}])
@@ -12,6 +12,7 @@ word exchanged: gloo between CPUs, NCCL between CUDA tensors. Knows no model and
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class World:
 
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             distributed.init_process_group(backend, rank=self.rank, world_size=self.size)
+            atexit.register(self.close)
         return distributed
 
     @staticmethod

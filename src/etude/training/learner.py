@@ -195,11 +195,9 @@ class Learner:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, self.clip_norm or float("inf")).item()
         skipped = not torch.isfinite(torch.tensor(norm)).item()
-        if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)  # skips by itself, and looks for a scale that fits
-            self.scaler.update()
-        elif not skipped:
-            self.optimizer.step()
+        if not skipped:  # gradients that are finite one by one may still have no finite norm, and a scaler would step
+            self.scaler.step(self.optimizer)
+        self.scaler.update()  # looks for a scale that fits
         self.optimizer.zero_grad(set_to_none=True)
         self._count_skipped(skipped, norm)
         return norm, skipped

@@ -75,6 +75,7 @@ class Saver:
         facts = {
             "optimizer": settings,
             "step": state.step,
+            "processes": self.world.size,
             "before": state.before,
             "after": state.after,
             "seconds": self.clock(),
@@ -88,7 +89,7 @@ class Saver:
                 shutil.move(self.store.folder / f".round-of-rank-{rank}", folder / f"round-of-rank-{rank}")
 
     def restore(self, checkpoint: Checkpoint, student: AbstractStudent, learner: Learner) -> State:
-        """Take everything up again, bit for bit."""
+        """Take everything up again, bit for bit where as many processes saved it as there are now."""
         student.load(checkpoint.path / STUDENT_FOLDER)
         facts = _facts(checkpoint)
         tensors = load_tensors(checkpoint.path / "optimizer.safetensors")
@@ -97,8 +98,17 @@ class Saver:
         learner.empty_in_a_row = facts["empty_in_a_row"]
         learner.scaler.load_state_dict(facts["scaler"])
         state = read_state(checkpoint)
-        state.pending = load_round(checkpoint.path / f"round-of-rank-{self.world.rank}")
+        state.pending = self._pending(checkpoint, facts["processes"])
         return state
+
+    def _pending(self, checkpoint: Checkpoint, saved_by: int) -> list[Scored] | None:
+        """This rank's rows of an unfinished round, dealt out anew where another number of processes saved them."""
+        ranks = [self.world.rank] if saved_by == self.world.size else range(saved_by)
+        rounds = [load_round(checkpoint.path / f"round-of-rank-{rank}") for rank in ranks]
+        if saved_by == self.world.size or rounds[0] is None:
+            return rounds[0]
+        rows = sorted((row for round in rounds for row in round or []), key=lambda row: row.rollout.prompt.row)
+        return [row for row in rows if row.rollout.prompt.row % self.world.size == self.world.rank]
 
     def keep_answers(self, name: str, step: int, answers: Sequence[Answer]) -> None:
         """Write `samples/<name>.jsonl`, one answer a line."""

@@ -1,7 +1,7 @@
 """The learning rate that serves each of the quickstart's ways best on the held-out routes.
 
-Run to set the controls' rates in `quickstart.WAYS`, chosen on the very routes they are judged on. The on-policy run keeps
-2e-3; its row is printed for comparison.
+Run to set the controls' rates in `quickstart.WAYS`, chosen on the very routes they are judged on. The on-policy run
+keeps 2e-3; its row is printed for comparison.
 """
 
 from __future__ import annotations

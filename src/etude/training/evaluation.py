@@ -159,9 +159,10 @@ class Evaluation:
     def _answer(self, rollout: Rollout) -> Answer:
         completion = self.decode(rollout.completion_ids.tolist())
         example = rollout.prompt.example
+        asked = example.get("prompt")  # as it was written, where it is a text; else as the template rendered it
         return Answer(
             row=rollout.prompt.row,
-            prompt=self.decode(rollout.prompt.token_ids.tolist()),
+            prompt=asked if isinstance(asked, str) else self.decode(rollout.prompt.token_ids.tolist()),
             completion=completion,
             finish_reason=rollout.finish_reason.value,
             correct=None if self.verify is None else self.verify(example, completion),

@@ -24,6 +24,7 @@ import etude
 from etude.core.records import Prompt, as_ids
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.recipes.build import build
+from etude.runtime.memory import keep_freed_memory
 from etude.runtime.tracking import METRICS_FILE, Tracker
 from etude.runtime.world import World
 from etude.training.loop import Parts, train
@@ -83,6 +84,7 @@ def seconds(line: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     options = work.arguments(__doc__ or "").parse_args()
+    keep_freed_memory()  # as `etude train` does
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = work.prompt_texts(AutoTokenizer.from_pretrained(options.model))

@@ -136,7 +136,9 @@ def _train(words: Sequence[str]) -> int:
 
     checked = load_recipe(source, [f"{key}={json.dumps(value)}" for key, value in given.items()] + changes)
     from etude.recipes.run import train
+    from etude.runtime.memory import keep_freed_memory
 
+    keep_freed_memory()
     train(checked, fresh=options.fresh, quiet=options.quiet)
     return 0
 
@@ -273,6 +275,9 @@ def _experiment(words: Sequence[str]) -> int:
         raise UsageError(f"unknown experiment '{words[0]}'; {hint}")
     from importlib import import_module
 
+    from etude.runtime.memory import keep_freed_memory
+
+    keep_freed_memory()
     return import_module(f"etude.experiments.{words[0].replace('-', '_')}").main(list(words[1:]))
 
 

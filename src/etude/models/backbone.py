@@ -10,8 +10,8 @@ Legend: B rows, T positions, P prompt tokens, V real vocabulary, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,9 @@ from etude.core.collate import pad_rows
 from etude.core.linear import OutputHead
 from etude.errors import ModelError
 from etude.models import lora as adapters
+from etude.models.cached import CachedDecoding
+from etude.models.cpu_attention import use_for_short_rows
+from etude.models.cpu_packing import Product, packed_layers, packed_product
 from etude.models.folders import quiet, read_config, read_model, read_tokenizer, silence_dropout
 from etude.models.forward import evaluating
 from etude.models.lora import LoraSettings
@@ -72,8 +75,11 @@ class TransformersBackbone(AbstractBackbone):
         self.vocab_size = real_vocabulary(tokenizer)
         self.context_window = getattr(self._text_config, "max_position_embeddings", None)
         self._decoding_proved = False
+        self._writing = False
+        self._packed_head: Product | None = None  # while it writes
         self._require_decoder_only()
         self._require_rows()
+        use_for_short_rows(self.base)
         self._prove_head()
 
     @property
@@ -92,10 +98,9 @@ class TransformersBackbone(AbstractBackbone):
 
     def head(self) -> OutputHead:
         output: Any = self.base.get_output_embeddings()
-        bias_V = getattr(output, "bias", None)
         return OutputHead(
-            weight_VD=output.weight[: self.vocab_size],
-            bias_V=None if bias_V is None else bias_V[: self.vocab_size],
+            weight_VD=_first(output.weight, self.vocab_size),
+            bias_V=None if getattr(output, "bias", None) is None else _first(output.bias, self.vocab_size),
             scale=_logit_scale(self._text_config),
             softcap=getattr(self._text_config, "final_logit_softcapping", None),
         )
@@ -110,7 +115,30 @@ class TransformersBackbone(AbstractBackbone):
         if not self._decoding_proved:
             self._prove_decoding()
             self._decoding_proved = True
-        return _CachedDecoding(self, prompt_ids)
+        return self._begin(prompt_ids)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        if self._writing:
+            yield
+            return
+        head = self.head()
+        with packed_layers(self.base, self.compute_dtype):
+            self._writing = True
+            self._packed_head = packed_product(head.weight_VD, head.bias_V, head.weight_VD.dtype)
+            try:
+                yield
+            finally:
+                self._writing, self._packed_head = False, None
+
+    def _begin(self, prompt_ids: Sequence[Tensor]) -> CachedDecoding:
+        head = self.head()
+
+        def logits(hidden_BD: Tensor) -> Tensor:
+            return head.logits_as_stored(hidden_BD, self._packed_head)
+
+        cache = DynamicCache(config=self.base.config)
+        return CachedDecoding(prompt_ids, cache, read=self.decode, logits=logits, device=self.device)
 
     def save(self, folder: Path) -> None:
         """A plain transformers folder with the tokenizer; with adapters, an adapter folder that names its base."""
@@ -210,9 +238,9 @@ class TransformersBackbone(AbstractBackbone):
         long_T = self._probe_ids()
         short_T = long_T[: max(2, len(long_T) // 2)]
         alone = [tensor.to(self.device) for tensor in pad_rows([short_T])]
-        with evaluating(self):
+        with evaluating(self), self.writing():
             expected_TV = self.head().logits(self.hidden_states(*alone)[0])
-            decoding = _CachedDecoding(self, [short_T[:-1], long_T[:-1]])
+            decoding = self._begin([short_T[:-1], long_T[:-1]])
             first_V = decoding.next_logits()[0]
             decoding.append(torch.stack([short_T[-1], long_T[-1]]))
             second_V = decoding.next_logits()[0]
@@ -231,52 +259,6 @@ class TransformersBackbone(AbstractBackbone):
         tolerance = max(TOLERANCE[self.base.dtype], TOLERANCE[self.compute_dtype])
         error, spread = (ours - theirs).pow(2).mean().sqrt(), theirs.std()
         return bool(error <= tolerance * spread)
-
-
-class _CachedDecoding(AbstractDecoding):
-    """Prompts padded on the left, one forward pass a token, keys and values kept.
-
-    Ids are read when logits are asked for, not when they are appended, so that a row's last token costs nothing.
-    """
-
-    def __init__(self, backbone: TransformersBackbone, prompt_ids: Sequence[Tensor]) -> None:
-        device = backbone.device
-        # Reversed, padded on the right, reversed again: every prompt ends in the last column.
-        ids_BT, mask_BT, _ = pad_rows([ids.flip(0) for ids in prompt_ids])
-        self._mask_BT = mask_BT.flip(1).to(device)
-        self._unread_BT = ids_BT.flip(1).to(device)
-        self._positions_BT = (self._mask_BT.cumsum(1) - 1).clamp(min=0)  # of the unread ids
-        self._lengths_B = self._mask_BT.sum(1)
-        self._backbone = backbone
-        self._cache = DynamicCache(config=backbone.base.config)
-        self._hidden_BD: Tensor | None = None  # the state after the last id read
-        self._head = backbone.head()
-
-    @torch.no_grad()
-    def next_logits(self) -> Tensor:
-        if self._unread_BT.shape[1]:
-            hidden_BTD = self._backbone.decode(
-                self._unread_BT, self._mask_BT, self._positions_BT, cache=self._cache, use_cache=True
-            )
-            self._hidden_BD = hidden_BTD[:, -1]
-            self._unread_BT, self._positions_BT = self._unread_BT[:, :0], self._positions_BT[:, :0]
-        assert self._hidden_BD is not None  # a prompt has at least one id
-        return self._head.logits_as_stored(self._hidden_BD)
-
-    def append(self, ids_B: Tensor) -> None:
-        ids_B1 = ids_B.to(self._unread_BT.device)[:, None]
-        self._unread_BT = torch.cat([self._unread_BT, ids_B1], dim=1)
-        self._positions_BT = torch.cat([self._positions_BT, self._lengths_B[:, None]], dim=1)
-        self._mask_BT = torch.cat([self._mask_BT, torch.ones_like(ids_B1)], dim=1)
-        self._lengths_B = self._lengths_B + 1
-
-    def keep(self, rows_b: Tensor) -> None:
-        rows_b = rows_b.to(self._unread_BT.device)
-        self._cache.reorder_cache(cast(torch.LongTensor, rows_b))  # recurrent layers know no other way to drop rows
-        self._unread_BT, self._positions_BT = self._unread_BT[rows_b], self._positions_BT[rows_b]
-        self._mask_BT, self._lengths_B = self._mask_BT[rows_b], self._lengths_B[rows_b]
-        if self._hidden_BD is not None:
-            self._hidden_BD = self._hidden_BD[rows_b]
 
 
 def load_backbone(
@@ -325,6 +307,11 @@ def load_backbone(
         _checkpoint_activations(network)
     computing = None if compute_dtype is None else _dtype(compute_dtype)
     return TransformersBackbone(adapted.to(device), tokenizer, compute_dtype=computing).eval()
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    """Its first rows; itself if it has no more, because the gradient of a slice is a second tensor of all rows."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
 
 
 def _dtype(name: str) -> torch.dtype:

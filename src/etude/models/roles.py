@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 
@@ -56,6 +57,10 @@ class AbstractBackbone(nn.Module, ABC):
     @abstractmethod
     def decoding(self, prompt_ids: Sequence[Tensor]) -> AbstractDecoding:
         """Begin writing after each of these prompts ([P] int64 each, of any lengths)."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Around decoding with weights that stay as they are: an engine may prepare them, and undoes it afterwards."""
+        return nullcontext()
 
     @abstractmethod
     def save(self, folder: Path) -> None:

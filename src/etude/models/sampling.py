@@ -73,7 +73,7 @@ class InProcessSampler(AbstractSampler):
         # The longest first: rows of like length share a batch, and a batch too large for the memory fails at once.
         order = sorted(range(len(prompts)), key=lambda index: -prompts[index].token_ids.shape[0])
         rollouts: dict[int, Rollout] = {}
-        with evaluating(self._backbone):
+        with evaluating(self._backbone), self._backbone.writing():
             for start in range(0, len(order), self._rows_per_batch):
                 indices = order[start : start + self._rows_per_batch]
                 written = self._write([prompts[index] for index in indices], key)

@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from etude.core.divergences import forward_kl, reverse_kl
-from etude.core.logprobs import next_token_logprobs, pick, predicted_from, real_vocabulary
+from etude.core.logprobs import cut_filler, next_token_logprobs, pick, predicted_from
 
 
 def test_filler_columns_would_take_nearly_everything() -> None:
     logits = torch.tensor([-5.0, -6.0, -7.0, -8.0, 0.0, 0.0, 0.0, 0.0])
     assert logits.softmax(-1)[4:].sum().item() == pytest.approx(0.9974, abs=1e-4)
     expected = torch.tensor([0.643914, 0.236883, 0.087144, 0.032059])  # softmax of 3, 2, 1, 0
-    torch.testing.assert_close(real_vocabulary(logits, 4).softmax(-1), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(cut_filler(logits, 4).softmax(-1), expected, atol=1e-6, rtol=0)
 
 
 def test_a_cut_that_cannot_be_made_is_refused() -> None:
-    assert real_vocabulary(torch.zeros(2, 4), 4).shape == (2, 4)
+    assert cut_filler(torch.zeros(2, 4), 4).shape == (2, 4)
     with pytest.raises(ValueError, match="3 columns for a vocabulary of 4 ids"):
-        real_vocabulary(torch.zeros(2, 3), 4)
+        cut_filler(torch.zeros(2, 3), 4)
 
 
 @pytest.mark.parametrize(("temperature", "forward", "reverse"), [(1.0, 1.905177, 1.992436), (2.0, 0.617025, 0.569304)])

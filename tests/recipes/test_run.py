@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from etude.models.backbone import TransformersBackbone
 from etude.recipes.run import Summary, check, export, train
 from etude.runtime.lock import locked
 from etude.runtime.tracking import METRICS, describe, read_metrics
-from etude.testing import tiny_folder, tiny_recipe, word_tokenizer
+from etude.testing import tiny_folder, tiny_model, tiny_recipe, word_tokenizer
 from etude.training.learner import Learner, StepReport
 from etude.training.loop import Parts
 
@@ -341,6 +342,23 @@ class TestAgain:
         assert (tmp_path / "run" / name).read_text() == "seed = 1\n"
         with pytest.raises(RecipeError, match=r"notes.txt is a file|recipe.toml is a file"):
             train(load_recipe(settings, [f"output={tmp_path / 'run' / name}"]), quiet=True)
+
+    def test_a_folder_that_cannot_be_used_is_one_sentence(self, tmp_path: Path, no_model_loads: None) -> None:
+        (tmp_path / "file").write_text("in the way")
+        recipe = load_recipe(tiny_recipe(tmp_path), [f"output={tmp_path / 'file' / 'run'}"])
+        with pytest.raises(RecipeError, match=r"the run's folder .*file/run cannot be used: .*choose another output"):
+            train(recipe, quiet=True)
+
+    def test_a_disk_too_small_for_the_first_checkpoint_is_told_its_size(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Weights, and for AdamW two tensors of their size more: nothing smaller can be a checkpoint."""
+        weights = sum(weight.nbytes for weight in tiny_model(layers=1).parameters())
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9000, 8000, 1000))  # pyright: ignore
+        with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes and 1,000 are free") as refusal:
+            train(load_recipe(tiny_recipe(tmp_path)), quiet=True)
+        needed = int(re.search(r"needs ([\d,]+) bytes", str(refusal.value))[1].replace(",", ""))  # pyright: ignore
+        assert 3 * weights <= needed < 3.1 * weights
 
     def test_what_a_killed_beginning_leaves_is_no_obstacle(self, tmp_path: Path) -> None:
         settings = tiny_recipe(tmp_path)

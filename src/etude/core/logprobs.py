@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 
-def real_vocabulary(logits_NV: Tensor, vocab_size: int) -> Tensor:
+def cut_filler(logits_NV: Tensor, vocab_size: int) -> Tensor:
     """Cut away the filler columns beyond the tokenizer's vocabulary, *before* any softmax.
 
     Models pad their embedding to a round number. A filler logit is a real number: left in, it takes probability.
 
         >>> filler = torch.tensor([[-5.0, -6.0, 0.0, 0.0]])  # two real ids, two filler columns
-        >>> real_vocabulary(filler, 2).softmax(-1)
+        >>> cut_filler(filler, 2).softmax(-1)
         tensor([[0.7311, 0.2689]])
         >>> filler.softmax(-1)[0, 2:].sum()
         tensor(0.9954)

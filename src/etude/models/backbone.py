@@ -29,6 +29,7 @@ from transformers import (
 
 from etude.core.collate import pad_rows
 from etude.core.linear import OutputHead
+from etude.core.logprobs import cut_filler
 from etude.errors import ModelError
 from etude.models import lora as adapters
 from etude.models.cached import CachedDecoding
@@ -220,7 +221,7 @@ class TransformersBackbone(AbstractBackbone):
             model: Any = self.base
             with self._computing():
                 output = model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, use_cache=False)
-        theirs_TV = output.logits[0, :, : self.vocab_size].to(ours_TV.dtype)
+        theirs_TV = cut_filler(output.logits[0], self.vocab_size).to(ours_TV.dtype)
         if not bool(theirs_TV.isfinite().all()):
             raise ModelError(
                 f"the logits of {self._architecture} are not finite; its weights are damaged, or too large for "

@@ -253,4 +253,5 @@ def evaluation_of(
         world=world,
         tokens_per_batch=recipe.train.tokens_per_micro_batch,
         show=recipe.evaluation.show,
+        chunk_bytes=recipe.loss.chunk_bytes,
     )

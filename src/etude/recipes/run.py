@@ -10,24 +10,16 @@ refused rather than mixed into one run.
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
-import platform
 import shutil
 import time
-import tomllib
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from etude import errors
-from etude.config.load import dump_toml, load_recipe
-from etude.config.plain import leaves
+from etude.config.load import load_recipe
 from etude.config.schema import Recipe
 from etude.errors import CheckpointError, EtudeError, RecipeError
 from etude.models.backbone import load_backbone
@@ -35,18 +27,14 @@ from etude.models.lora import base_of
 from etude.recipes.build import build, gives_of, objective_of, require_gives, sampling_settings
 from etude.recipes.data import read_data
 from etude.recipes.devices import choose_device
+from etude.recipes.folder import RECIPE_FILE, SUMMARY_FILE, begin, require_place, write_json
 from etude.runtime.checkpoints import CheckpointStore
 from etude.runtime.lock import locked
-from etude.runtime.tracking import METRICS_FILE, Tracker
+from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
 from etude.training.loop import Parts
 from etude.training.loop import train as run_loop
-from etude.training.state import CHECKPOINTS_FOLDER, SAMPLES_FOLDER, STUDENT_FOLDER, State, read_state
-
-RECIPE_FILE, SUMMARY_FILE, VERSIONS_FILE = "recipe.toml", "summary.json", "versions.json"
-# Written first and removed last, so that the folder is known as ours however far writing or removing came.
-MARK_FILE = VERSIONS_FILE
-OWN_ENTRIES = (CHECKPOINTS_FOLDER, SAMPLES_FOLDER, METRICS_FILE, SUMMARY_FILE, RECIPE_FILE, MARK_FILE)
+from etude.training.state import CHECKPOINTS_FOLDER, STUDENT_FOLDER, State, read_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +67,12 @@ def train(recipe: Recipe, *, fresh: bool = False, quiet: bool = False) -> Summar
         refusal = None
         try:
             if world.is_main:
-                _require_place(folder, recipe, fresh)
+                require_place(folder, recipe, fresh)
                 stack.enter_context(locked(folder))
         except EtudeError as error:
             refusal = error
+        except OSError as error:
+            refusal = RecipeError(f"the run's folder {folder} cannot be used: {error}; choose another output")
         _refuse_together(refusal, world)
         tracker = Tracker(
             folder if world.is_main else None, console=not quiet and world.is_main, total_steps=recipe.train.steps
@@ -104,13 +94,13 @@ def _run(recipe: Recipe, folder: Path, fresh: bool, world: World, tracker: Track
     if state is None:
         parts = build(recipe, folder=folder, world=world, tracker=tracker)
         if world.is_main:
-            _begin(folder, recipe, fresh, parts.saver.info)
+            begin(folder, recipe, fresh, parts.saver.info)
         world.barrier()
         state = _go_on(parts)
     student = CheckpointStore(folder / CHECKPOINTS_FOLDER).path_of(state.step) / STUDENT_FOLDER
     summary = Summary(str(folder), str(student), state.step, state.seconds, state.before, state.after)
     if world.is_main:
-        _write_json(folder / SUMMARY_FILE, asdict(summary))
+        write_json(folder / SUMMARY_FILE, asdict(summary))
     tracker.say(f"run {folder}: {state.step} steps taken; the student is {student}")
     return summary
 
@@ -167,59 +157,6 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
     return parts.saver.restore(checkpoint, parts.student, parts.learner)
 
 
-def _require_place(folder: Path, recipe: Recipe, fresh: bool) -> None:
-    """Refuse a folder that is not a run's, or is another run's; nothing is written before the run can start."""
-    if folder.exists() and not folder.is_dir():
-        raise RecipeError(f"output = {folder} is a file; choose another folder")
-    entries = {path.name for path in folder.glob("[!.]*")}
-    if not entries <= {MARK_FILE} and not entries >= {MARK_FILE, RECIPE_FILE}:
-        raise RecipeError(f"{folder} is not empty and holds no run; choose another output folder")
-    if not fresh and entries & {METRICS_FILE, CHECKPOINTS_FOLDER}:
-        _require_same(folder, recipe)
-
-
-def _begin(folder: Path, recipe: Recipe, fresh: bool, facts: Mapping[str, Any]) -> None:
-    """Make the run's folder what this run and those that go on with it expect."""
-    for name in OWN_ENTRIES if fresh else ():
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / VERSIONS_FILE, versions() | dict(facts))
-    _write(folder / RECIPE_FILE, dump_toml(recipe))
-
-
-def _require_same(folder: Path, recipe: Recipe) -> None:
-    """Refuse a run that was started with other settings, and list them."""
-    try:
-        changed = _changed_keys((folder / RECIPE_FILE).read_text(encoding="utf-8"), dump_toml(recipe))
-    except ValueError as error:  # not TOML, not UTF-8
-        raise CheckpointError(f"{folder / RECIPE_FILE} cannot be read: {error}; start over with --fresh") from None
-    if changed:
-        raise CheckpointError(
-            f"{folder} holds a run with other settings ({'; '.join(changed.values())}); "
-            f"start over with --fresh, or give this one another name or output{_way_to_more(folder, changed)}"
-        )
-
-
-def _way_to_more(folder: Path, changed: Iterable[str]) -> str:
-    """What to do where only the number of steps is another, and perhaps what is measured and kept on the way."""
-    keys = [key for key in changed if not key.startswith(("evaluation.", "checkpoint."))]
-    checkpoint = CheckpointStore(folder / CHECKPOINTS_FOLDER).newest() if keys == ["train.steps"] else None
-    if checkpoint is None:
-        return ""
-    return f"; to train further, start a new run with student.model={checkpoint.path / STUDENT_FOLDER}"
-
-
-def _changed_keys(before: str, after: str) -> dict[str, str]:
-    """By key, what it is there and what it is now."""
-    old, new = (dict(leaves(tomllib.loads(text))) for text in (before, after))
-    keys = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
-    return {key: f"{key}: {old.get(key, 'unset')} there, {new.get(key, 'unset')} now" for key in keys}
-
-
 def check(recipe: Recipe) -> str:
     """What can be found out before any weight is read: terms, device, folder, data, lengths. Returns what to print.
 
@@ -229,7 +166,7 @@ def check(recipe: Recipe) -> str:
     objective = objective_of(recipe)
     require_gives(objective, gives_of(recipe))
     choose_device(recipe, World())
-    _require_place(Path(recipe.output), recipe, fresh=False)
+    require_place(Path(recipe.output), recipe, fresh=False)
     data = read_data(recipe)
     lines = [
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
@@ -267,26 +204,3 @@ def export(run: Path, *, to: Path, merge: bool) -> str:
         shutil.copytree(student, to)
     kind = "a plain folder" if merge or not adapters else "an adapter folder (--merge folds it into its base)"
     return f"wrote the student of step {checkpoint.step} to {to}, {kind}"
-
-
-def versions() -> dict[str, str]:
-    """What the run's numbers depend on besides the recipe."""
-    names = ("etude", "torch", "transformers", "peft", "safetensors")
-    found: dict[str, str] = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _write_json(path: Path, value: object) -> None:
-    _write(path, json.dumps(value, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole text or nothing, whenever the run is killed."""
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

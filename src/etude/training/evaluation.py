@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from etude.core.collate import collate
-from etude.core.linear import OutputHead
+from etude.core.linear import DEFAULT_CHUNK_BYTES, OutputHead
 from etude.core.objective import Objective
 from etude.core.records import Prompt, Rollout, Scored, Scores
 from etude.core.reduction import term_scales
@@ -97,6 +97,7 @@ class Evaluation:
         verify: scores (example, completion text); None leaves accuracy out.
         decode: token ids to text.
         show: how many answers to keep.
+        chunk_bytes: budget for tensors as wide as the vocabulary.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Evaluation:
         world: World,
         tokens_per_batch: int,
         show: int,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> None:
         self.prompts = prompts
         self.sampler = sampler
@@ -123,7 +125,7 @@ class Evaluation:
         self.world = world
         self.tokens_per_batch = tokens_per_batch
         self.show = show
-        self._objective = Objective([Term(teacher=teacher.name if teacher else "teacher")])
+        self._objective = Objective([Term(teacher=teacher.name if teacher else "teacher")], chunk_bytes=chunk_bytes)
 
     def run(self, student: AbstractStudent, version: int) -> EvaluationReport:
         """Measure the student as it is; `version` is the number of steps it has taken."""

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from etude.core.records import Scored
 from etude.models.roles import AbstractStudent
 from etude.runtime.checkpoints import (
@@ -65,7 +67,12 @@ class Saver:
             save_round(self._aside, state.pending)
         self.world.barrier()
         if self.world.is_main:
-            self.store.save(state.step, lambda folder: self._write(folder, state, student, learner), self.info)
+            self.store.save(
+                state.step,
+                lambda folder: self._write(folder, state, student, learner),
+                self.info,
+                needed_bytes=_least_bytes(student, learner),
+            )
         self.world.barrier()
 
     def _write(self, folder: Path, state: State, student: AbstractStudent, learner: Learner) -> None:
@@ -117,6 +124,13 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps({"step": step, **asdict(answer)}, ensure_ascii=False) + "\n" for answer in answers]
             (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _least_bytes(student: AbstractStudent, learner: Learner) -> int:
+    """What the trained weights and the optimiser's tensors take on disk; a checkpoint is never smaller."""
+    kept = [value for values in learner.optimizer.state.values() for value in values.values()]
+    tensors = [*student.trainable_parameters().values(), *(value for value in kept if isinstance(value, Tensor))]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def read_state(checkpoint: Checkpoint) -> State:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from etude.axes.legality import RULES, Point, Sampling, judge, require_legal
-from etude.axes.names import LABEL, Divergence, Estimator, Form, Importance, Source, Support
+from etude.axes.names import LABEL, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
 from etude.core.objective import Objective, Term
 from etude.errors import LegalityError
 
@@ -16,26 +17,68 @@ STUDENT, DATASET, TEACHER = Source.STUDENT, Source.DATASET, Source.TEACHER
 POLICY = Estimator.POLICY_GRADIENT
 
 
-def every_point() -> list[Point]:
-    """Every combination of the values that the table tells apart."""
-    samplings = [
-        Sampling(frozenset(rows), temperature, top_p, top_k, steps)
+def every_sampling() -> list[Sampling]:
+    tokens: tuple[dict[str, object], ...] = (
+        {},
+        {"temperature": 0.5},
+        {"temperature": 0.0},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"joint": True},
+        {"joint": True, "temperature": 0.5},
+    )
+    return [
+        Sampling(frozenset(rows), steps_per_round=steps, **written)
         for rows in ((), (STUDENT,), (DATASET,), (TEACHER,), (STUDENT, DATASET))
-        for temperature, top_p, top_k in ((1.0, 1.0, 0), (0.5, 1.0, 0), (0.0, 1.0, 0), (1.0, 0.9, 0), (1.0, 1.0, 5))
+        for written in tokens
         for steps in (1, 2)
     ]
-    return [
-        Point(label, support, divergence, estimator, form, importance, discount, loss_temperature, sampling)
+
+
+def every_point() -> list[Point]:
+    """Every combination of the values that the table tells apart and that can meet in one point.
+
+    Whatever belongs to one support or one estimator stays at its default elsewhere; a term refuses to hold it there.
+    """
+    samplings = every_sampling()
+    alike = [
+        Point(label=label, support=support, divergence=divergence, estimator=estimator, sampling=sampling)
         for label in (True, False)
-        for support in Support
+        for support in (Support.FULL, Support.SAMPLED)
         for divergence in Divergence
         for estimator in Estimator
+        for sampling in samplings
+    ]
+    detached = [Point(divergence=divergence, detached=True) for divergence in Divergence]
+    kept = [
+        Point(
+            support=Support.TOP_K,
+            divergence=divergence,
+            estimator=estimator,
+            tail=tail,
+            one_id=one_id,
+            sampling=sampling,
+        )
+        for divergence in Divergence
+        for estimator in Estimator
+        for tail in Tail
+        for one_id in (True, False)
+        for sampling in samplings
+    ]
+    differentiated = [
+        Point(support=Support.SAMPLED, form=form, loss_temperature=loss_temperature, sampling=sampling)
         for form in (None, *Form)
-        for importance in Importance
-        for discount in (0.0, 0.5, 1.0)
         for loss_temperature in (1.0, 0.5)
         for sampling in samplings
     ]
+    rewards = [
+        replace(point, estimator=POLICY, importance=importance, discount=discount, shaped=shaped)
+        for point in differentiated
+        for importance in Importance
+        for discount in (0.0, 0.5, 1.0)
+        for shaped in (True, False)
+    ]
+    return [*alike, *detached, *kept, *differentiated, *rewards]
 
 
 def test_every_combination_ends_in_a_rule_and_every_rule_is_reached() -> None:
@@ -69,6 +112,8 @@ def test_a_refusal_says_why_and_what_to_do_instead() -> None:
 
 SAMPLED = Point(support=Support.SAMPLED)
 GRADIENT = replace(SAMPLED, estimator=POLICY)
+TOP_K = Point(support=Support.TOP_K, tail=Tail.BUCKET)
+TAIL = replace(TOP_K, tail=Tail.SAMPLED)
 GOLD = Point(label=True, divergence=Divergence.FORWARD_KL, sampling=Sampling(frozenset({DATASET})))
 
 
@@ -86,7 +131,17 @@ def written(point: Point, **sampling: object) -> Point:
         (written(GOLD, rows=frozenset({STUDENT})), "label-own-rows"),
         (written(GOLD, rows=frozenset({STUDENT, DATASET})), "label-own-rows"),
         (written(GOLD, rows=frozenset({STUDENT}), steps_per_round=4), "label-own-rows"),
+        (replace(GOLD, support=Support.TOP_K, tail=Tail.BUCKET), "label-support"),
         (Point(estimator=POLICY), "state-value-advantage"),
+        (replace(TOP_K, estimator=POLICY), "state-value-advantage"),
+        (replace(TAIL, estimator=POLICY), "state-value-advantage"),
+        (replace(TOP_K, tail=Tail.RENORMALISE, one_id=True), "renormalised-one"),
+        (replace(TAIL, divergence=Divergence.FORWARD_KL), "sampled-tail-divergence"),
+        (replace(TAIL, divergence=Divergence.ALPHA_BETA), "sampled-tail-divergence"),
+        (written(TAIL, rows=frozenset({STUDENT, DATASET})), "sampled-rows"),
+        (written(TAIL, top_p=0.95), "truncated-sampling"),
+        (written(TAIL, temperature=0.7), "uncorrected-temperature"),
+        (written(TAIL, steps_per_round=2), "uncorrected-steps"),
         (replace(SAMPLED, divergence=Divergence.FORWARD_KL), "sampled-divergence"),
         (replace(GRADIENT, divergence=Divergence.JSD), "sampled-divergence"),
         (replace(SAMPLED, form=Form.K1), "k1-loss"),
@@ -100,6 +155,9 @@ def written(point: Point, **sampling: object) -> Point:
         (replace(written(GRADIENT, temperature=0.0), importance=Importance.RATIO), "truncated-sampling"),
         (written(SAMPLED, temperature=0.7), "uncorrected-temperature"),
         (replace(GRADIENT, loss_temperature=2.0), "uncorrected-temperature"),
+        (written(SAMPLED, joint=True), "uncorrected-joint"),
+        (written(GRADIENT, joint=True, steps_per_round=2), "uncorrected-joint"),
+        (written(TAIL, joint=True), "uncorrected-joint"),
         (written(SAMPLED, steps_per_round=2), "uncorrected-steps"),
         (written(GRADIENT, steps_per_round=2), "uncorrected-steps"),
     ],
@@ -124,15 +182,35 @@ RATIO = replace(GRADIENT, importance=Importance.RATIO)
         (written(GOLD, rows=frozenset({STUDENT, DATASET}), temperature=1.001), "label-shifted-rows", "surrogate"),
         (written(GOLD, temperature=0.7), "label", "exact"),
         *((Point(divergence=divergence), "full", "exact") for divergence in Divergence),
+        (Point(divergence=Divergence.ADAPTIVE_KL, detached=True), "detached", "surrogate"),
+        (Point(divergence=Divergence.SKEW_REVERSE_KL, detached=True), "detached", "surrogate"),
+        (TOP_K, "bucket", "surrogate"),
+        (replace(TOP_K, one_id=True), "bucket", "surrogate"),
+        (replace(TOP_K, divergence=Divergence.ADAPTIVE_KL, detached=True), "bucket", "surrogate"),
+        (replace(TOP_K, tail=Tail.TRUNCATE), "truncate", "surrogate"),
+        (replace(TOP_K, tail=Tail.RENORMALISE), "renormalise", "surrogate"),
+        (written(TOP_K, rows=frozenset({STUDENT, DATASET}), top_p=0.9, steps_per_round=2), "bucket", "surrogate"),
+        (TAIL, "sampled-tail", "exact"),
+        (replace(TAIL, one_id=True), "sampled-tail", "exact"),
         (written(Point(), rows=frozenset({STUDENT, DATASET}), top_p=0.9, temperature=0.7), "full", "exact"),
         (SAMPLED, "sampled", "exact"),
         (GRADIENT, "sampled", "exact"),
         (replace(GRADIENT, discount=1.0), "sampled", "exact"),
         (written(RATIO, temperature=0.7), "sampled", "exact"),
+        (written(RATIO, joint=True), "sampled", "exact"),
+        (written(RATIO, joint=True, temperature=0.7), "sampled", "exact"),
+        (written(Point(), joint=True), "full", "exact"),
+        (written(GOLD, joint=True), "label", "exact"),
+        (written(GOLD, rows=frozenset({STUDENT}), joint=True), "label-shifted-rows", "surrogate"),
         (replace(written(SAMPLED, temperature=0.7), loss_temperature=0.7), "sampled", "exact"),
         (replace(GRADIENT, discount=0.5), "discounted", "surrogate"),
         (replace(GRADIENT, importance=Importance.PPO_CLIP), "ppo-clip", "surrogate"),
+        (replace(GRADIENT, importance=Importance.TRUNCATED), "bounded-ratio", "surrogate"),
+        (replace(written(GRADIENT, temperature=0.7), importance=Importance.MASKED), "bounded-ratio", "surrogate"),
+        (replace(GRADIENT, shaped=True), "shaped-advantages", "surrogate"),
+        (replace(GRADIENT, shaped=True, discount=0.5), "shaped-advantages", "surrogate"),
         (replace(written(RATIO, temperature=0.7), discount=1.0), "token-ratio-of-returns", "surrogate"),
+        (replace(written(RATIO, joint=True), discount=1.0), "token-ratio-of-returns", "surrogate"),
         (written(RATIO, steps_per_round=4), "advantages-of-the-first-step", "surrogate"),
         (replace(written(RATIO, steps_per_round=4), discount=1.0), "advantages-of-the-first-step", "surrogate"),
     ],
@@ -159,10 +237,45 @@ class Written:
     support: Support = Support.FULL
     divergence: Divergence = Divergence.REVERSE_KL
     estimator: Estimator = Estimator.ANALYTIC
+    top_k: int | None = None
+    tail: Tail | None = None
+    detach_mixture: bool = False
     form: Form | None = None
+    length_normalise: bool = False
+    baseline: Baseline = Baseline.NONE
+    whiten: bool = False
+    advantage_clip: float | None = None
+    disagreement_weight: float | None = None
     importance: Importance = Importance.NONE
     discount: float = 0.0
     sources: tuple[Source, ...] = field(default=tuple(Source))
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        (Written(divergence=Divergence.ADAPTIVE_KL), Point(divergence=Divergence.ADAPTIVE_KL, detached=True)),
+        (
+            Written(divergence=Divergence.SKEW_REVERSE_KL, detach_mixture=True),
+            Point(divergence=Divergence.SKEW_REVERSE_KL, detached=True),
+        ),
+        (Written(support=Support.TOP_K, top_k=2, tail=Tail.BUCKET), TOP_K),
+        (Written(support=Support.TOP_K, top_k=1, tail=Tail.SAMPLED), replace(TAIL, one_id=True)),
+        *(
+            (Written(support=Support.SAMPLED, estimator=POLICY, **{key: value}), replace(GRADIENT, shaped=shaped))
+            for key, value, shaped in (
+                ("length_normalise", True, True),
+                ("whiten", True, True),
+                ("baseline", Baseline.BATCH, True),
+                ("baseline", Baseline.STATE_KL, False),  # of mean zero at every state: nothing is traded
+                ("advantage_clip", 2.0, True),
+                ("disagreement_weight", 1.5, True),
+            )
+        ),
+    ],
+)
+def test_the_point_of_a_term(term: Written, expected: Point) -> None:
+    assert replace(Point.of(term, Sampling(), 1.0), sampling=Sampling()) == expected
 
 
 def test_a_point_meets_only_the_rows_its_term_trains() -> None:
@@ -172,49 +285,74 @@ def test_a_point_meets_only_the_rows_its_term_trains() -> None:
     assert Point.of(Written(sources=(TEACHER,)), sampling, 1.0).sampling.rows == frozenset()
 
 
+PARAMETERS: dict[Divergence, dict[str, float]] = {
+    Divergence.JSD: {"beta": 0.5},
+    Divergence.SKEW_FORWARD_KL: {"alpha": 0.1},
+    Divergence.SKEW_REVERSE_KL: {"alpha": 0.1},
+    Divergence.ALPHA_BETA: {"alpha": 0.2, "beta": 0.7},
+    Divergence.ADAPTIVE_KL: {"head_mass": 0.5},
+}
+SHAPES: tuple[dict[str, object], ...] = (
+    {},
+    {"length_normalise": True},
+    {"whiten": True},
+    {"baseline": Baseline.BATCH},
+    {"baseline": Baseline.STATE_KL},
+    {"advantage_clip": 2.0},
+    {"disagreement_weight": 1.5},
+)
+
+
+def every_term() -> Iterator[dict[str, object]]:
+    """The axes of every term that can be built, but for its sources."""
+    for teacher, divergence in itertools.product(("teacher", LABEL), Divergence):
+        for detach in (False, True) if divergence is Divergence.SKEW_REVERSE_KL else (False,):
+            base = {"teacher": teacher, "divergence": divergence, "detach_mixture": detach}
+            for estimator in Estimator:
+                yield base | {"estimator": estimator}
+                for k, tail in itertools.product((1, 2), Tail):
+                    yield base | {"estimator": estimator, "support": Support.TOP_K, "top_k": k, "tail": tail}
+            for form in (None, *Form):
+                sampled = base | {"support": Support.SAMPLED, "form": form}
+                yield sampled
+                importances, discounts = tuple(Importance), (0.0, 0.5, 1.0)
+                if divergence is not Divergence.REVERSE_KL:  # refused, whatever the rest
+                    importances, discounts = importances[:1], discounts[:1]
+                for importance, discount in itertools.product(importances, discounts):
+                    rewards = sampled | {"estimator": POLICY, "importance": importance, "discount": discount}
+                    for shape in SHAPES if importance is Importance.RATIO else SHAPES[:1]:
+                        if not (discount and shape.get("baseline") is Baseline.STATE_KL):
+                            yield rewards | shape
+
+
 def test_objective_asks_the_same_table() -> None:
     """Every combination that a `Term` can hold: refused with the same sentence, or built with the same verdict."""
-    parameters = {Divergence.JSD: {"beta": 0.5}}
-    parameters |= {name: {"alpha": 0.1} for name in (Divergence.SKEW_FORWARD_KL, Divergence.SKEW_REVERSE_KL)}
     samplings = [
-        Sampling(rows, temperature=temperature, top_k=top_k, steps_per_round=steps)
+        Sampling(rows, temperature=temperature, top_k=top_k, joint=joint, steps_per_round=steps)
         for rows in (frozenset({STUDENT}), frozenset({STUDENT, DATASET}))
-        for temperature, top_k in ((1.0, 0), (0.5, 0), (1.0, 5))
+        for temperature, top_k, joint in ((1.0, 0, False), (0.5, 0, False), (1.0, 5, False), (1.0, 0, True))
         for steps in (1, 2)
     ]
     refused = built = 0
-    for teacher, support, divergence, estimator in itertools.product(
-        ("teacher", LABEL), Support, Divergence, Estimator
-    ):
-        forms = (None, *Form) if support is Support.SAMPLED else (None,)
-        importances = tuple(Importance) if estimator is POLICY else (Importance.NONE,)
-        discounts = (0.0, 0.5, 1.0) if estimator is POLICY else (0.0,)
-        for form, importance, discount, sources in itertools.product(
-            forms, importances, discounts, ((STUDENT,), (DATASET,), (STUDENT, DATASET))
-        ):
-            term = Term(
-                "mine",
-                teacher,
-                support,
-                divergence,
-                estimator=estimator,
-                form=form,
-                discount=discount,
-                importance=importance,
-                clip=0.2 if importance is Importance.PPO_CLIP else None,
-                sources=sources,
-                **parameters.get(divergence, {}),
-            )
-            for sampling in samplings:
-                recipe = Written(teacher, support, divergence, estimator, form, importance, discount, sources)
-                rule = judge(Point.of(recipe, sampling, 1.0))
-                if rule.kind == "refused":
-                    with pytest.raises(LegalityError) as refusal:
-                        Objective([term], sampling=sampling)
-                    assert str(refusal.value) == f"term 'mine' is refused ({rule.name}): {rule.reason}; {rule.cure}."
-                    refused += 1
-                else:
-                    assert Objective([term], sampling=sampling).verdicts == (rule,)
-                    built += 1
+    for axes, sources in itertools.product(every_term(), ((STUDENT,), (DATASET,), (STUDENT, DATASET))):
+        divergence, importance = Divergence(axes["divergence"]), axes.get("importance")
+        term = Term(
+            "mine",
+            **axes,
+            **PARAMETERS.get(divergence, {}),
+            clip=0.2 if importance is Importance.PPO_CLIP else None,
+            bounds=(0.5, 2.0) if importance in (Importance.TRUNCATED, Importance.MASKED) else None,
+            sources=sources,
+        )
+        for sampling in samplings:
+            rule = judge(Point.of(Written(**axes, sources=sources), sampling, 1.0))
+            if rule.kind == "refused":
+                with pytest.raises(LegalityError) as refusal:
+                    Objective([term], sampling=sampling)
+                assert str(refusal.value) == f"term 'mine' is refused ({rule.name}): {rule.reason}; {rule.cure}."
+                refused += 1
+            else:
+                assert Objective([term], sampling=sampling).verdicts == (rule,)
+                built += 1
     assert refused > 1000
-    assert built > 200
+    assert built > 500

@@ -218,7 +218,7 @@ def test_a_method_steps_back_where_the_recipe_lets_the_student_write_all():
         # refused by the schema's own checks
         (
             "terms.0.beta=0.1",
-            'terms.0: beta = 0.1 does nothing here, it counts only when divergence is "jsd"; remove it',
+            'terms.0: beta = 0.1 does nothing here, it counts only when divergence is "jsd" or "alpha_beta"; remove it',
         ),
         ("method=gdk", 'unknown method "gdk"; did you mean gkd?'),
         ("method=[1]", "unknown method [1]; expected one of opd, gkd"),

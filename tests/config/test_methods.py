@@ -14,7 +14,7 @@ def test_a_method_makes_a_legal_recipe_that_says_what_the_row_says(name: str):
     recipe = load_recipe(LEAST | {"method": name})
     written = dict(leaves(recipe.model_dump(mode="json")))
     assert {key: written[key] for key, _ in leaves(METHODS[name].settings)} == dict(leaves(METHODS[name].settings))
-    assert [rule.kind for rule in verdicts(recipe).values()] == ["exact"]
+    assert len(verdicts(recipe)) == len(METHODS[name].settings["terms"])  # none is refused
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -23,7 +23,7 @@ def test_kinds_defaults_and_conditions():
     assert key_reference("student.model").splitlines()[:2] == ["student.model", "    text; required"]
     assert key_reference("terms.0.beta").splitlines()[:2] == [
         "terms.0.beta = 0.5",
-        '    number; only when divergence is "jsd"',
+        '    number; only when divergence is "jsd" or "alpha_beta"',
     ]
     assert key_reference("terms.0.sources").splitlines()[1] == "    list of student | dataset | teacher"
     assert key_reference("student.keep_layers").splitlines()[:2] == ["student.keep_layers", "    list of whole number"]

@@ -9,7 +9,11 @@ from etude.axes.legality import Point, Sampling
 from etude.axes.names import Divergence, Estimator, Form, Importance, Source
 from etude.config.noun import fields_below, noun_within
 from etude.config.plain import leaves, nested
-from etude.config.schema import DataConfig, OptimConfig, Recipe, SamplerConfig, TermConfig
+from etude.config.schema import Recipe
+from etude.config.tables.data import DataConfig
+from etude.config.tables.sampler import SamplerConfig
+from etude.config.tables.terms import TermConfig
+from etude.config.tables.training import OptimConfig
 
 LEAST = {"student.model": "s", "teacher.model": "t", "data.prompts": "/p.jsonl"}
 

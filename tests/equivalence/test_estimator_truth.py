@@ -16,13 +16,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from etude.axes.legality import RULES, Rule, Sampling
-from etude.axes.names import Divergence, Estimator, FinishReason, Form, Importance, Source, Support
+from etude.axes.names import (
+    Baseline,
+    Divergence,
+    Estimator,
+    FinishReason,
+    Form,
+    Importance,
+    Owner,
+    Source,
+    Support,
+    Tail,
+)
+from etude.axes.schedules import Ramp
 from etude.core.collate import collate
-from etude.core.divergences import divergence_fn, jsd, reverse_kl
+from etude.core.divergences import jsd, reverse_kl
 from etude.core.estimators import form_value
 from etude.core.linear import OutputHead
 from etude.core.objective import Objective, Term
 from etude.core.records import Prompt, Rollout, Scored, Scores, as_ids
+from etude.core.support import top_k_divergence
 
 VOCAB, LENGTH = 3, 3
 COMPLETIONS = list(itertools.product(range(VOCAB), repeat=LENGTH))
@@ -67,11 +80,13 @@ def expected_gradient(
     first_step: Tensor = STUDENT,
     advantages: Tensor | None = None,
     source: Source = Source.STUDENT,
+    written: Tensor | None = None,
+    step: int = 0,
 ) -> Tensor:
     """[13, 3] of the objective's one term, summed over tokens, on the student's logits.
 
     `behaviour` [27, 3] are the log-probabilities under whoever wrote; `first_step` the student's logits when advantages
-    were made; `advantages` [27, 3] replaces them.
+    were made; `advantages` [27, 3] replaces them; `written` [3] says which tokens were not a tool's.
     """
     before, teacher = token_logprobs(first_step, objective.temperature), token_logprobs(TEACHER, objective.temperature)
     rows = list[Scored]()
@@ -83,12 +98,13 @@ def expected_gradient(
             FinishReason.LENGTH,
             version=0,
             behaviour_logprobs=behaviour[y],
+            written=written,
         )
         marks = Scores(
             "teacher", sampled_logprobs=teacher[y], hidden=functional.one_hot(STATES_YC[y], len(PREFIXES)).double()
         )
         rows.append(Scored(rollout, {"teacher": marks}, student_logprobs=before[y]))
-    prepared = objective.prepare(rows)
+    prepared = objective.prepare(rows, step=step)
     weighted = list[Scored]()
     for y, row in enumerate(prepared):
         assert row.weights is not None
@@ -117,19 +133,79 @@ def gradient_of(loss: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.autograd.grad(loss(leaf), leaf)[0]
 
 
-def token_level(name: Divergence, behaviour: Tensor = OWN, temperature: float = 1.0, **parameter: float) -> Tensor:
-    """Gradient of the divergence at each state, states visited as the behaviour does and not differentiated."""
-    divergence = divergence_fn(name, **parameter)
-    visits_YC = probabilities(behaviour)[:, None].expand(-1, LENGTH)
+def kl(first: Tensor, second: Tensor) -> Tensor:
+    return (first * (first / second).log()).sum(-1)
+
+
+def error_in_the_head(p: Tensor, q: Tensor, head_mass: float) -> Tensor:
+    """[S] share of |p - q| on the teacher's likeliest ids, state by state."""
+    shares = list[Tensor]()
+    for p_V, q_V in zip(p, q, strict=True):
+        order = sorted(range(VOCAB), key=lambda v, p_V=p_V: -p_V[v])
+        head = [v for i, v in enumerate(order) if i == 0 or p_V[order[: i + 1]].sum() <= head_mass]
+        shares.append((p_V - q_V)[head].abs().sum() / (p_V - q_V).abs().sum())
+    return torch.stack(shares)
+
+
+def of_alpha_beta(p: Tensor, q: Tensor, alpha: float, beta: float) -> Tensor:
+    s = alpha + beta
+    return (alpha / s * p**s + beta / s * q**s - p**alpha * q**beta).sum(-1) / (alpha * beta)
+
+
+def of_jsd(p: Tensor, q: Tensor, beta: float, rescale: bool = False) -> Tensor:
+    if beta in (0.0, 1.0):
+        return kl(q, p) if beta else kl(p, q)
+    m = beta * p + (1 - beta) * q
+    return (beta * kl(p, m) + (1 - beta) * kl(q, m)) / (beta * (1 - beta) if rescale else 1.0)
+
+
+def of_adaptive(p: Tensor, q: Tensor, head_mass: float, *, fixed: bool = True) -> Tensor:
+    share = error_in_the_head(p, q.detach() if fixed else q, head_mass)
+    return share * kl(p, q) + (1 - share) * kl(q, p)
+
+
+def of_skew_reverse(p: Tensor, q: Tensor, alpha: float, detach_mixture: bool = False) -> Tensor:
+    return kl(q, (1 - alpha) * p + alpha * (q.detach() if detach_mixture else q))
+
+
+BY_HAND: dict[Divergence, Callable[..., Tensor]] = {
+    Divergence.FORWARD_KL: kl,
+    Divergence.REVERSE_KL: lambda p, q: kl(q, p),
+    Divergence.JSD: of_jsd,
+    Divergence.SKEW_FORWARD_KL: lambda p, q, alpha: kl(p, alpha * p + (1 - alpha) * q),
+    Divergence.SKEW_REVERSE_KL: of_skew_reverse,
+    Divergence.ALPHA_BETA: of_alpha_beta,
+    Divergence.ADAPTIVE_KL: of_adaptive,
+    Divergence.TOTAL_VARIATION: lambda p, q: (p - q).abs().sum(-1) / 2,
+}
+ALL_TOKENS = torch.ones(len(COMPLETIONS), LENGTH, dtype=torch.bool)
+
+
+def at_states(
+    value: Callable[[Tensor, Tensor], Tensor],
+    behaviour: Tensor = OWN,
+    temperature: float = 1.0,
+    trained: Tensor = ALL_TOKENS,
+) -> Tensor:
+    """Gradient of a function of p and q at each state, states visited as the behaviour does and not differentiated."""
+    visits_YC = probabilities(behaviour)[:, None] * trained
 
     def loss(student: Tensor) -> Tensor:
-        values_S = divergence(
-            student_logprobs=(student / temperature).log_softmax(-1),
-            teacher_logprobs=(TEACHER / temperature).log_softmax(-1),
-        )
+        values_S = value((TEACHER / temperature).softmax(-1), (student / temperature).softmax(-1))
         return (visits_YC * values_S[STATES_YC]).sum()
 
     return gradient_of(loss)
+
+
+def token_level(
+    name: Divergence,
+    behaviour: Tensor = OWN,
+    temperature: float = 1.0,
+    trained: Tensor = ALL_TOKENS,
+    **parameter: float,
+) -> Tensor:
+    """Gradient of the divergence at each state."""
+    return at_states(lambda p, q: BY_HAND[name](p, q, **parameter), behaviour, temperature, trained)
 
 
 def sequence_level(temperature: float = 1.0) -> Tensor:
@@ -169,6 +245,16 @@ FULL = [
     *((Divergence.JSD, {"beta": beta}) for beta in (0.0, 0.1, 0.5, 0.9, 1.0)),
     (Divergence.SKEW_FORWARD_KL, {"alpha": 0.1}),
     (Divergence.SKEW_REVERSE_KL, {"alpha": 0.1}),
+    (Divergence.JSD, {"beta": 0.1, "rescale": True}),
+    (Divergence.ALPHA_BETA, {"alpha": 0.5, "beta": 0.5}),
+    (Divergence.ALPHA_BETA, {"alpha": 0.2, "beta": 0.7}),
+    (Divergence.ALPHA_BETA, {"alpha": 1.5, "beta": -0.5}),
+    (Divergence.TOTAL_VARIATION, {}),
+]
+NOT_REVERSE = [
+    (name, parameter)
+    for name, parameter in FULL
+    if name is not Divergence.REVERSE_KL and parameter != {"beta": 1.0}  # which is reverse KL as well
 ]
 SAMPLED = {"support": Support.SAMPLED}
 POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
@@ -193,7 +279,32 @@ def test_full_support(divergence: Divergence, parameter: dict[str, float], tempe
     )
 
 
-@pytest.mark.parametrize("term", [SAMPLED, POLICY, POLICY | {"importance": Importance.RATIO}])
+@pytest.mark.parametrize(("alpha", "beta", "end"), [(1.0, 0.0, FORWARD), (0.0, 1.0, REVERSE)])
+def test_alpha_beta_at_its_ends(alpha: float, beta: float, end: Tensor) -> None:
+    assert same(expected_gradient(legal("exact", divergence=Divergence.ALPHA_BETA, alpha=alpha, beta=beta)), end)
+
+
+@pytest.mark.parametrize("owner", Owner)
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sampled_tail(owner: Owner, k: int, temperature: float) -> None:
+    sampling = Sampling(temperature=temperature)
+    term = {"support": Support.TOP_K, "top_k": k, "owner": owner, "tail": Tail.SAMPLED}
+    own = token_logprobs(STUDENT, temperature)
+    found = expected_gradient(legal("exact", sampling, temperature, **term), own)
+    assert same(found, token_level(Divergence.REVERSE_KL, own, temperature))
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        SAMPLED,
+        POLICY,
+        POLICY | {"importance": Importance.RATIO},
+        POLICY | {"baseline": Baseline.STATE_KL},
+        POLICY | {"baseline": Baseline.STATE_KL, "importance": Importance.RATIO},
+    ],
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_drawn_tokens_equal_the_whole_vocabulary(term: dict[str, object], temperature: float) -> None:
     objective = legal("exact", Sampling(temperature=temperature), temperature, **term)
@@ -204,10 +315,24 @@ def test_drawn_tokens_equal_the_whole_vocabulary(term: dict[str, object], temper
 @pytest.mark.parametrize(("sampling_temperature", "loss_temperature"), [(0.5, 1.0), (1.5, 1.0), (1.0, 2.0)])
 def test_ratio_corrects_another_sampling_temperature(sampling_temperature: float, loss_temperature: float) -> None:
     sampling = Sampling(temperature=sampling_temperature)
-    objective = legal("exact", sampling, loss_temperature, **POLICY, importance=Importance.RATIO)
     behaviour = token_logprobs(STUDENT, sampling_temperature)
     expected = token_level(Divergence.REVERSE_KL, behaviour, loss_temperature)
-    assert same(expected_gradient(objective, behaviour), expected)
+    for baseline in (Baseline.NONE, Baseline.STATE_KL):
+        term = POLICY | {"importance": Importance.RATIO, "baseline": baseline}
+        assert same(expected_gradient(legal("exact", sampling, loss_temperature, **term), behaviour), expected)
+
+
+# Each token drawn from a fifth of the teacher and four of the student.
+JOINT = (0.2 * TEACHER.softmax(-1) + 0.8 * STUDENT.softmax(-1)).log()[STATES_YC, TOKENS_YC]
+
+
+@pytest.mark.parametrize("baseline", [Baseline.NONE, Baseline.STATE_KL])
+def test_ratio_corrects_tokens_in_which_the_teacher_had_a_hand(baseline: Baseline) -> None:
+    sampling = Sampling(joint=True)
+    objective = legal("exact", sampling, **POLICY, importance=Importance.RATIO, baseline=baseline)
+    assert same(expected_gradient(objective, JOINT), token_level(Divergence.REVERSE_KL, JOINT))
+    whole = legal("exact", sampling, divergence=Divergence.FORWARD_KL)
+    assert same(expected_gradient(whole, JOINT), token_level(Divergence.FORWARD_KL, JOINT))
 
 
 @pytest.mark.parametrize("importance", [Importance.NONE, Importance.RATIO])
@@ -247,9 +372,10 @@ def test_discounted() -> None:
     assert not same(found, sequence_level())
 
 
-def test_single_token_ratio_of_returns() -> None:
-    sampling = Sampling(temperature=0.5)
-    behaviour = token_logprobs(STUDENT, 0.5)
+@pytest.mark.parametrize("joint", [False, True])
+def test_single_token_ratio_of_returns(joint: bool) -> None:
+    sampling = Sampling(joint=True) if joint else Sampling(temperature=0.5)
+    behaviour = JOINT if joint else token_logprobs(STUDENT, 0.5)
     objective = legal("surrogate", sampling, **POLICY, importance=Importance.RATIO, discount=1.0)
     found = expected_gradient(objective, behaviour)
     coefficients = (OWN - behaviour).exp() * returns_by_hand(LOG_RATIOS, 1.0)
@@ -281,6 +407,273 @@ def test_ppo_clip() -> None:
     assert same(expected_gradient(objective), REVERSE)
 
 
+@pytest.mark.parametrize("importance", [Importance.TRUNCATED, Importance.MASKED])
+def test_bounded_ratios(importance: Importance) -> None:
+    (low, high), behaviour = (0.8, 1.2), token_logprobs(OLDER)
+    ratio = (OWN - behaviour).exp()
+    outside = (ratio < low) | (ratio > high)
+    assert (ratio < low).any()
+    assert (ratio > high).any()
+    weight = ratio.clamp(low, high) if importance is Importance.TRUNCATED else torch.where(outside, 0.0, ratio)
+    found = expected_gradient(legal("surrogate", **POLICY, importance=importance, bounds=(low, high)), behaviour)
+    assert same(found, weighted_scores(weight * LOG_RATIOS, behaviour))
+    # Where no ratio leaves the bounds it is the plain one, and the exact gradient.
+    wide = expected_gradient(legal("surrogate", **POLICY, importance=importance, bounds=(0.0, 100.0)), behaviour)
+    plain = expected_gradient(legal("exact", **POLICY, importance=Importance.RATIO), behaviour)
+    assert same(wide, plain)
+    assert same(wide, token_level(Divergence.REVERSE_KL, behaviour))
+    assert not same(found, plain)
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+def test_length_normalise(discount: float) -> None:
+    found = expected_gradient(legal("surrogate", **POLICY, discount=discount, length_normalise=True))
+    remaining = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
+    assert same(found, weighted_scores(returns_by_hand(LOG_RATIOS, discount) / remaining))
+    assert not same(found, REVERSE)
+
+
+@pytest.mark.parametrize("discount", [0.0, 1.0])
+def test_a_constant_off_every_return_changes_noise_alone(discount: float) -> None:
+    """The round is all 27 completions, each once; its mean is a number, and whatever it is, the gradient stays."""
+    returns = returns_by_hand(LOG_RATIOS, discount)
+    mean, deviation = returns.mean(), returns.std(correction=0)
+    assert mean.abs() > 0.1
+    true = sequence_level() if discount else REVERSE
+    centred = expected_gradient(legal("surrogate", **POLICY, discount=discount, baseline=Baseline.BATCH))
+    assert same(centred, weighted_scores(returns - mean))
+    assert same(centred, true)
+    whitened = expected_gradient(legal("surrogate", **POLICY, discount=discount, whiten=True))
+    assert same(whitened, weighted_scores((returns - mean) / deviation))
+    assert same(whitened * deviation, true)
+    assert not same(whitened, true)
+
+
+def test_clipped_advantages() -> None:
+    """After the baseline, whichever it is: -A held between -1/2 and 1/2."""
+    state_kl = kl(STUDENT.softmax(-1), TEACHER.softmax(-1))[STATES_YC]
+    mean, deviation = LOG_RATIOS.mean(), LOG_RATIOS.std(correction=0)
+    for term, losses in (
+        ({}, LOG_RATIOS),
+        ({"baseline": Baseline.BATCH}, LOG_RATIOS - mean),
+        ({"whiten": True}, (LOG_RATIOS - mean) / deviation),
+        ({"baseline": Baseline.STATE_KL}, LOG_RATIOS - state_kl),
+    ):
+        assert (losses.abs() > 0.5).any()
+        found = expected_gradient(legal("surrogate", **POLICY, advantage_clip=0.5, **term))
+        assert same(found, weighted_scores(losses.clamp(-0.5, 0.5))), term
+        assert not same(found, weighted_scores(losses)), term
+        wide = expected_gradient(legal("surrogate", **POLICY, advantage_clip=100.0, **term))
+        assert same(wide, weighted_scores(losses)), term
+
+
+def test_disagreement_weight() -> None:
+    found = expected_gradient(legal("surrogate", **POLICY, disagreement_weight=1.5))
+    weights = torch.ones_like(LOG_RATIOS)
+    for y, sizes in enumerate(LOG_RATIOS.abs().tolist()):
+        for t in range(LENGTH):
+            weights[y, t] = 1 + 0.5 * (1 - sum(sizes[:t]) / sum(sizes))
+    assert same(found, weighted_scores(weights * LOG_RATIOS))
+    assert not same(found, REVERSE)
+
+
+@pytest.mark.parametrize("head_mass", [0.5, 0.8])
+def test_adaptive_kl_has_its_weights_fixed(head_mass: float) -> None:
+    found = expected_gradient(legal("surrogate", divergence=Divergence.ADAPTIVE_KL, head_mass=head_mass))
+    assert same(found, at_states(lambda p, q: of_adaptive(p, q, head_mass)))
+    # The gradient of its value has (forward - reverse) grad w more.
+    bias = at_states(lambda p, q: error_in_the_head(p, q, head_mass) * (kl(p, q) - kl(q, p)).detach())
+    assert bias.abs().max() > 0.01
+    assert same(found + bias, at_states(lambda p, q: of_adaptive(p, q, head_mass, fixed=False)))
+
+
+def test_a_detached_mixture() -> None:
+    term = {"divergence": Divergence.SKEW_REVERSE_KL, "alpha": 0.3}
+    found = expected_gradient(legal("surrogate", **term, detach_mixture=True))
+    assert same(found, at_states(lambda p, q: (q * (q / (0.7 * p + 0.3 * q)).log().detach()).sum(-1)))
+    # The gradient of its value has -alpha q / m grad q more.
+    bias = at_states(lambda p, q: -0.3 * (q * (q / (0.7 * p + 0.3 * q)).detach()).sum(-1))
+    assert bias.abs().max() > 0.01
+    assert same(found + bias, token_level(Divergence.SKEW_REVERSE_KL, alpha=0.3))
+
+
+# Top-k ---------------------------------------------------------------------------------------------------------------
+
+
+def kept_by(owner: Owner, k: int) -> list[list[int]]:
+    """Of each state, the ids that are kept."""
+
+    def likeliest(logits_V: Tensor) -> set[int]:
+        return set(sorted(range(VOCAB), key=lambda v: -logits_V[v])[:k])
+
+    kept = list[list[int]]()
+    for student_V, teacher_V in zip(STUDENT, TEACHER, strict=True):
+        sides = {Owner.STUDENT: likeliest(student_V), Owner.TEACHER: likeliest(teacher_V)}
+        kept.append(sorted(sides.get(owner, set[int]().union(*sides.values()))))
+    return kept
+
+
+def lumped(of: Callable[..., Tensor], p: Tensor, q: Tensor, kept: list[int]) -> Tensor:
+    rest = [v for v in range(VOCAB) if v not in kept]
+    if not rest:
+        return of(p, q)
+    return of(*(torch.cat([x[kept], x[rest].sum().reshape(1)]) for x in (p, q)))
+
+
+def rescaled(of: Callable[..., Tensor], p: Tensor, q: Tensor, kept: list[int]) -> Tensor:
+    return of(*(x[kept] / x[kept].sum() for x in (p, q)))
+
+
+def of_kept(value: Callable[[Tensor, Tensor, list[int]], Tensor], owner: Owner, k: int) -> Tensor:
+    """Gradient of a function of one state's p, q and kept ids."""
+
+    def of_states(p: Tensor, q: Tensor) -> Tensor:
+        return torch.stack([value(*each) for each in zip(p, q, kept_by(owner, k), strict=True)])
+
+    return at_states(of_states)
+
+
+def top_k(k: int, owner: Owner, tail: Tail, **term: object) -> Objective:
+    return legal("surrogate", support=Support.TOP_K, top_k=k, owner=owner, tail=tail, **term)
+
+
+LUMPS = [
+    (Divergence.FORWARD_KL, {}),
+    (Divergence.REVERSE_KL, {}),
+    (Divergence.JSD, {"beta": 0.3}),
+    (Divergence.SKEW_REVERSE_KL, {"alpha": 0.1}),
+    (Divergence.ALPHA_BETA, {"alpha": 0.2, "beta": 0.7}),
+    (Divergence.TOTAL_VARIATION, {}),
+]
+
+
+@pytest.mark.parametrize(("divergence", "parameter"), LUMPS)
+@pytest.mark.parametrize("owner", Owner)
+def test_bucket_and_renormalise(divergence: Divergence, parameter: dict[str, float], owner: Owner) -> None:
+    def of(p: Tensor, q: Tensor) -> Tensor:
+        return BY_HAND[divergence](p, q, **parameter)
+
+    whole = token_level(divergence, **parameter)
+    for tail, coarse, sizes in ((Tail.BUCKET, lumped, (1, 2)), (Tail.RENORMALISE, rescaled, (2,))):
+        for k in sizes:
+            found = expected_gradient(top_k(k, owner, tail, divergence=divergence, **parameter))
+            expected = of_kept(lambda p, q, kept, coarse=coarse: coarse(of, p, q, kept), owner, k)
+            assert same(found, expected), (tail, k)
+            if (tail, k) != (Tail.BUCKET, 2):  # a bucket of one id is that id
+                assert not same(found, whole), (tail, k)
+
+
+@pytest.mark.parametrize("owner", Owner)
+@pytest.mark.parametrize("k", [1, 2])
+def test_truncate_has_its_coefficient_detached(owner: Owner, k: int) -> None:
+    reverse = expected_gradient(top_k(k, owner, Tail.TRUNCATE))
+    expected = of_kept(lambda p, q, kept: (q * (q / p).log().detach())[kept].sum(), owner, k)
+    assert same(reverse, expected)
+    assert not same(reverse, REVERSE)
+    # The derivative of the truncated sum has the gradient of the kept mass more.
+    of_the_sum = of_kept(lambda p, q, kept: (q * (q / p).log())[kept].sum(), owner, k)
+    mass = of_kept(lambda p, q, kept: q[kept].sum(), owner, k)
+    assert same(reverse + mass, of_the_sum)
+    assert not same(reverse, of_the_sum)
+    forward = expected_gradient(top_k(k, owner, Tail.TRUNCATE, divergence=Divergence.FORWARD_KL))
+    assert same(forward, of_kept(lambda p, q, kept: (p * (p / q).log())[kept].sum(), owner, k))
+    assert not same(forward, FORWARD)
+
+
+@pytest.mark.parametrize("tail", Tail)
+@pytest.mark.parametrize("owner", Owner)
+@pytest.mark.parametrize("k", [VOCAB, 64])
+def test_all_ids_kept_is_the_full_divergence(tail: Tail, owner: Owner, k: int) -> None:
+    divergences = LUMPS[1:2] if tail is Tail.SAMPLED else LUMPS[:3]
+    for divergence, parameter in divergences:
+        term = {"support": Support.TOP_K, "top_k": k, "owner": owner, "tail": tail, "divergence": divergence}
+        found = expected_gradient(Objective([Term(**term, **parameter)]))
+        assert same(found, token_level(divergence, **parameter)), divergence
+
+
+# Which tokens ---------------------------------------------------------------------------------------------------------
+
+PLACES = torch.arange(LENGTH)
+GROWING = Ramp(1, 3, kind="linear", last=4)  # 1, 2 (of 1.5), 2, 3 (of 2.5), 3
+
+
+@pytest.mark.parametrize(
+    ("term", "step", "first", "last"),
+    [
+        ({"first_tokens": 2}, 0, 0, 2),
+        ({"first_tokens": 2}, 9, 0, 2),
+        ({"first_tokens": GROWING}, 0, 0, 1),
+        ({"first_tokens": GROWING}, 2, 0, 2),
+        ({"first_tokens": GROWING}, 4, 0, 3),
+        ({"skip_first": 1}, 0, 1, 3),
+        ({"skip_first": 1, "first_tokens": 2}, 0, 1, 2),
+        ({"first_tokens": 64}, 0, 0, 3),
+        ({"skip_first": 3}, 0, 3, 3),
+    ],
+)
+def test_horizon(term: dict[str, object], step: int, first: int, last: int) -> None:
+    trained = ((first <= PLACES) & (last > PLACES)).expand(27, LENGTH)
+    expected = token_level(Divergence.REVERSE_KL, trained=trained)
+    for axes in ({}, SAMPLED, POLICY, POLICY | {"baseline": Baseline.STATE_KL}):
+        assert same(expected_gradient(legal("exact", **axes, **term), step=step), expected), axes
+    # A trained token answers for all that follows, beyond the horizon too.
+    sequence = expected_gradient(legal("exact", **POLICY, discount=1.0, **term), step=step)
+    assert same(sequence, weighted_scores(trained * returns_by_hand(LOG_RATIOS, 1.0)))
+
+
+@pytest.mark.parametrize("written", [[True, False, True], [False, True, True], [True, True, False]])
+def test_what_a_tool_wrote_is_no_action_and_costs_nothing(written: list[bool]) -> None:
+    """Two turns with a tool's answer between them (and a tool first, and a tool last), which is drawn by the tool."""
+    own = torch.tensor(written)
+    tool = token_logprobs(OLDER, 0.7)
+    behaviour = torch.where(own, OWN, tool)
+    expected = token_level(Divergence.REVERSE_KL, behaviour, trained=own.expand(27, LENGTH))
+    for axes in ({}, SAMPLED, POLICY, POLICY | {"baseline": Baseline.STATE_KL}):
+        assert same(expected_gradient(legal("exact", **axes), behaviour, written=own), expected), axes
+
+    def whole(student: Tensor) -> Tensor:
+        """Expected sum of the log-ratios of the student's tokens, when student and tool take turns."""
+        q = token_logprobs(student)
+        reached = torch.where(own, q, tool).sum(-1).exp()
+        return (reached * ((q - token_logprobs(TEACHER)) * own).sum(-1)).sum()
+
+    sequence = expected_gradient(legal("exact", **POLICY, discount=1.0), behaviour, written=own)
+    assert same(sequence, gradient_of(whole))
+
+
+def test_moments_of_the_round_leave_a_tool_out() -> None:
+    own = torch.tensor([True, False, True])
+    found = expected_gradient(legal("surrogate", **POLICY, whiten=True), written=own)
+    trained = LOG_RATIOS[:, own]
+    losses = (LOG_RATIOS - trained.mean()) / trained.std(correction=0)
+    assert same(found, weighted_scores(own * losses))
+
+
+def test_length_normalise_counts_the_students_own_tokens() -> None:
+    own = torch.tensor([True, False, True])
+    found = expected_gradient(legal("surrogate", **POLICY, discount=1.0, length_normalise=True), written=own)
+    remaining = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64)
+    assert same(found, weighted_scores(own * returns_by_hand(own * LOG_RATIOS, 1.0) / remaining))
+
+
+@pytest.mark.parametrize("threshold", [0.6, 0.9])
+def test_teacher_entropy_is_a_gate_at_the_state(threshold: float) -> None:
+    p = TEACHER.softmax(-1)
+    uncertain_YC = (-(p * p.log()).sum(-1) > threshold)[STATES_YC]
+    assert uncertain_YC.any()
+    assert not uncertain_YC.all()
+    forward = {"divergence": Divergence.FORWARD_KL}
+    for axes, name in (
+        (forward, Divergence.FORWARD_KL),
+        ({}, Divergence.REVERSE_KL),
+        (SAMPLED, Divergence.REVERSE_KL),
+        (POLICY, Divergence.REVERSE_KL),
+    ):
+        found = expected_gradient(legal("exact", **axes, teacher_entropy=threshold))
+        assert same(found, token_level(name, trained=uncertain_YC)), axes
+        assert not same(found, token_level(name)), axes
+
+
 # Refused: what each would have done ---------------------------------------------------------------------------------
 
 
@@ -302,11 +695,11 @@ def label_divergence() -> None:
     cross_entropy = weighted_scores(-torch.ones(27, 3), behaviour)
     label_YCV = functional.one_hot(TOKENS_YC, VOCAB).double().log()
 
-    def of_jsd(student: Tensor) -> Tensor:
+    def jsd_to_the_label(student: Tensor) -> Tensor:
         values = jsd(student_logprobs=student.log_softmax(-1)[STATES_YC], teacher_logprobs=label_YCV, beta=0.5)
         return (probabilities(behaviour)[:, None] * values).sum()
 
-    assert not same(cross_entropy, gradient_of(of_jsd))
+    assert not same(cross_entropy, gradient_of(jsd_to_the_label))
     for name, parameter in FULL[1:]:
         found = expected_gradient(unjudged(teacher="label", divergence=name, **parameter), behaviour)
         assert same(found, cross_entropy)
@@ -343,8 +736,43 @@ def state_value_advantage() -> None:
     assert is_zero(expected_gradient(unjudged(**POLICY), advantages=-state_kl))
 
 
+def renormalised_one() -> None:
+    """One id has all the probability on both sides: no value and no gradient, however far apart the sides are."""
+    leaf = STUDENT.clone().requires_grad_()
+    one = TEACHER.argmax(-1, keepdim=True).repeat(1, 2)  # twice, since a set of one is refused further down, too
+    for name in (kl, lambda p, q: kl(q, p)):
+        q, p = (x.softmax(-1).gather(-1, one[:, :1]) for x in (leaf, TEACHER))
+        by_hand = name(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True))
+        assert not by_hand.any()
+    values = top_k_divergence(
+        reverse_kl,
+        student_logprobs_nV=leaf.log_softmax(-1),
+        teacher_logprobs_nV=TEACHER.log_softmax(-1),
+        ids_nK=one,
+        tail=Tail.RENORMALISE,
+    )
+    assert not values.any()
+    assert not torch.autograd.grad(values.sum(), leaf)[0].any()
+    term = {"support": Support.TOP_K, "top_k": 1, "tail": Tail.RENORMALISE}
+    for owner in (Owner.STUDENT, Owner.TEACHER):
+        with pytest.raises(ValueError, match="with one kept id compares 1 with 1"):
+            expected_gradient(unjudged(**term, owner=owner))
+    agree = STUDENT.argmax(-1) == TEACHER.argmax(-1)
+    assert agree.any()
+    assert not expected_gradient(unjudged(**term, owner=Owner.UNION))[agree].any()
+
+
+def sampled_tail_divergence() -> None:
+    """One drawn token has the gradient of reverse KL, whatever the term calls it."""
+    term = {"support": Support.TOP_K, "top_k": 1, "tail": Tail.SAMPLED}
+    for name, parameter in NOT_REVERSE:
+        found = expected_gradient(unjudged(divergence=name, **parameter, **term))
+        assert same(found, REVERSE)
+        assert not same(found, token_level(name, **parameter))
+
+
 def sampled_divergence() -> None:
-    for name, parameter in FULL[:1] + FULL[2:6] + FULL[7:]:
+    for name, parameter in NOT_REVERSE:
         found = expected_gradient(unjudged(divergence=name, **parameter, **SAMPLED))
         assert same(found, REVERSE)
         assert not same(found, token_level(name, **parameter))
@@ -396,6 +824,11 @@ def uncorrected_temperature() -> None:
         assert not same(expected_gradient(unjudged(**term), behaviour), token_level(Divergence.REVERSE_KL, behaviour))
 
 
+def uncorrected_joint() -> None:
+    for term in (SAMPLED, POLICY):
+        assert not same(expected_gradient(unjudged(**term), JOINT), token_level(Divergence.REVERSE_KL, JOINT))
+
+
 def uncorrected_steps() -> None:
     behaviour = token_logprobs(OLDER)
     for term in (SAMPLED, POLICY):
@@ -410,6 +843,8 @@ DEMONSTRATIONS: Sequence[Callable[[], None]] = (
     label_estimator,
     label_own_rows,
     state_value_advantage,
+    renormalised_one,
+    sampled_tail_divergence,
     sampled_divergence,
     k1_loss,
     k3_loss,
@@ -418,6 +853,7 @@ DEMONSTRATIONS: Sequence[Callable[[], None]] = (
     sampled_rows,
     truncated_sampling,
     uncorrected_temperature,
+    uncorrected_joint,
     uncorrected_steps,
 )
 

@@ -15,14 +15,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from etude.axes.legality import Sampling
-from etude.axes.names import Divergence, Estimator, FinishReason, Importance, Reduction, Source, Support
+from etude.axes.names import (
+    Baseline,
+    Divergence,
+    Estimator,
+    FinishReason,
+    Importance,
+    Owner,
+    Reduction,
+    Source,
+    Support,
+    Tail,
+)
+from etude.axes.schedules import Ramp
 from etude.core import linear
 from etude.core.collate import collate
 from etude.core.divergences import forward_kl, jsd, reverse_kl
 from etude.core.linear import OutputHead
 from etude.core.objective import Objective, Term
 from etude.core.records import Batch, Prompt, Rollout, Scored, Scores, as_ids
-from etude.core.reduction import term_scales
 
 VOCAB, HIDDEN, TEACHER_HIDDEN = 19, 6, 4
 Rows = Sequence[Scored]
@@ -54,6 +65,11 @@ def reader() -> Reader:
 
 TEACHER_HEAD = OutputHead(torch.randn(VOCAB, TEACHER_HIDDEN, generator=torch.Generator().manual_seed(11)))
 
+REWARDS = {
+    "support": Support.SAMPLED,
+    "estimator": Estimator.POLICY_GRADIENT,
+    "sources": {Source.STUDENT},
+}
 TERMS = [
     Term("reverse_kl"),
     Term("jsd", divergence=Divergence.JSD, beta=0.3, coefficient=0.5),
@@ -70,6 +86,31 @@ TERMS = [
         discount=0.5,
         sources={Source.STUDENT},
     ),
+    *(
+        Term(str(divergence), divergence=divergence, **parameters)
+        for divergence, parameters in (
+            (Divergence.SKEW_FORWARD_KL, {"alpha": 0.1}),
+            (Divergence.ALPHA_BETA, {"alpha": 0.2, "beta": 0.7}),
+            (Divergence.ADAPTIVE_KL, {"head_mass": 0.5}),
+            (Divergence.TOTAL_VARIATION, {}),
+        )
+    ),
+    Term("rescaled", divergence=Divergence.JSD, beta=0.1, rescale=True),
+    Term("detached", divergence=Divergence.SKEW_REVERSE_KL, alpha=0.1, detach_mixture=True),
+    *(
+        Term(f"{tail}_{owner}", support=Support.TOP_K, top_k=3, owner=owner, tail=tail, sources={Source.STUDENT})
+        for tail in Tail
+        for owner in Owner
+    ),
+    Term("kept_jsd", support=Support.TOP_K, top_k=4, owner=Owner.UNION, divergence=Divergence.JSD, beta=0.3),
+    Term("added_up", reduction=Reduction.SUM, coefficient=0.1),
+    Term("middle", skip_first=1, first_tokens=Ramp(2, 4, kind="linear", last=4), reduction=Reduction.SEQUENCE_MEAN),
+    Term("gated", divergence=Divergence.FORWARD_KL, teacher_entropy=2.0),
+    Term("state_kl", **REWARDS, baseline=Baseline.STATE_KL, advantage_clip=2.0),
+    Term("centred", **REWARDS, baseline=Baseline.BATCH, discount=1.0, length_normalise=True),
+    Term("whitened", **REWARDS, whiten=True, advantage_clip=1.0, disagreement_weight=1.5),
+    Term("truncated", **REWARDS, importance=Importance.TRUNCATED, bounds=(0.1, 2.0)),
+    Term("masked", **REWARDS, importance=Importance.MASKED, bounds=(0.01, 2.0)),
 ]
 
 
@@ -99,6 +140,7 @@ def eight_rows(objective: Objective) -> list[Scored]:
             FinishReason.LENGTH if row % 3 == 0 else FinishReason.STOP,
             version=0,
             behaviour_logprobs=logprobs(length) if source is Source.STUDENT else None,
+            written=torch.arange(length) % 3 != 1 if row in (3, 6) else None,
         )
         hidden = torch.randn(length, TEACHER_HIDDEN, generator=generator)
         marks = Scores("teacher", sampled_logprobs=logprobs(length), hidden=hidden)
@@ -122,7 +164,7 @@ def added(parts: Sequence[tuple[Gradients, float]]) -> tuple[Gradients, float]:
 def step(reader: Reader, objective: Objective, micro_batches: Sequence[Rows]) -> tuple[Gradients, float]:
     """One optimiser step: one count over all micro-batches, then each of them backward."""
     counts = objective.counts([row for rows in micro_batches for row in rows])
-    scales = term_scales(counts, objective.coefficients, 1)
+    scales = objective.scales(counts)
     return added([backward(reader, objective, rows, scales) for rows in micro_batches])
 
 
@@ -142,7 +184,7 @@ def cut(rows: Rows, size: int) -> list[Rows]:
 
 
 @pytest.mark.parametrize(
-    "terms", [[term] for term in TERMS] + [TERMS], ids=lambda terms: "+".join(t.name for t in terms)
+    "terms", [[term] for term in TERMS] + [TERMS], ids=lambda terms: terms[0].name if len(terms) == 1 else "all"
 )
 def test_1x8_2x4_4x2_and_8x1_are_one_step(reader: Reader, terms: list[Term]) -> None:
     objective = objective_of(*terms)
@@ -153,6 +195,40 @@ def test_1x8_2x4_4x2_and_8x1_are_one_step(reader: Reader, terms: list[Term]) -> 
         assert_same(step(reader, objective, cut(rows, size)), whole)
     assert_same(step(reader, objective, [rows[:1], rows[1:6], rows[6:]]), whole)
     assert_same(step(reader, objective, [list(reversed(rows))]), whole)
+
+
+def test_every_divergence_and_every_support_is_looked_at() -> None:
+    assert {term.divergence for term in TERMS} == set(Divergence)
+    assert {term.support for term in TERMS} == set(Support)
+    assert {(term.tail, term.owner) for term in TERMS if term.tail} == {
+        (tail, owner) for tail in Tail for owner in Owner
+    }
+    assert {term.importance for term in TERMS} >= set(Importance) - {Importance.RATIO}
+    assert {term.baseline for term in TERMS} == set(Baseline)
+    assert {term.reduction for term in TERMS} == set(Reduction)
+
+
+def test_terms_together_are_the_sum_of_each_alone(reader: Reader) -> None:
+    objective = objective_of()
+    together = step(reader, objective, [eight_rows(objective)])
+    parts = list[tuple[Gradients, float]]()
+    for term in TERMS:
+        alone = objective_of(term)
+        parts.append(step(reader, alone, [eight_rows(alone)]))
+    assert_same(together, added(parts), tolerance=1e-5)
+
+
+def test_a_sum_is_divided_by_nothing(reader: Reader) -> None:
+    """The gradient of a sum over tokens is their mean's times their number, and twice the rows have twice of it."""
+    total, mean = objective_of(Term(reduction=Reduction.SUM)), objective_of(Term())
+    rows, same_rows = eight_rows(total), eight_rows(mean)
+    count = mean.counts(same_rows).item()
+    gradients, loss = step(reader, mean, [same_rows])
+    expected = {name: count * gradient for name, gradient in gradients.items()}, count * loss
+    assert_same(step(reader, total, [rows]), expected, tolerance=1e-5)
+    twice = {name: 2 * gradient for name, gradient in expected[0].items()}, 2 * expected[1]
+    assert_same(step(reader, total, [rows, rows]), twice, tolerance=1e-5)
+    assert_same(ranks_step(reader, total, [cut(rows, 2), cut(rows, 3)]), twice, tolerance=1e-5)
 
 
 def row_of_losses(losses: Sequence[float]) -> tuple[Scored, Tensor]:
@@ -169,7 +245,7 @@ def test_ten_and_nine_times_one_make_1_9_and_not_5_5() -> None:
     micro_batches = [row_of_losses([10.0]), row_of_losses([1.0] * 9)]
     head = OutputHead(torch.eye(2, dtype=torch.float64))
     prepared = objective.prepare([row for row, _ in micro_batches])
-    scales = term_scales(objective.counts(prepared), objective.coefficients, 1)
+    scales = objective.scales(objective.counts(prepared))
     losses = [
         objective.sum(logits, head, collate([row]), scales, {})[0].item()
         for row, (_, logits) in zip(prepared, micro_batches, strict=True)
@@ -201,7 +277,7 @@ def test_an_incomplete_last_step_is_divided_by_its_own_tokens(reader: Reader) ->
 def ranks_step(reader: Reader, objective: Objective, ranks: Sequence[Sequence[Rows]]) -> tuple[Gradients, float]:
     """What a data-parallel wrapper makes of it: counts summed over ranks, gradients averaged over ranks."""
     counts = sum((objective.counts([r for rows in rank for r in rows]) for rank in ranks), torch.zeros(()))
-    scales = term_scales(counts, objective.coefficients, world_size=len(ranks))
+    scales = objective.scales(counts, world_size=len(ranks))
     total, loss = added([added([backward(reader, objective, rows, scales) for rows in rank]) for rank in ranks])
     return {name: gradient / len(ranks) for name, gradient in total.items()}, loss / len(ranks)
 
@@ -228,13 +304,41 @@ def test_a_rank_without_tokens_takes_part_and_adds_nothing(reader: Reader) -> No
     assert_same(ranks_step(reader, objective, [[finished], [idle]]), step(reader, objective, [finished]))
 
 
+def prepared_on_ranks(objective: Objective, ranks: Sequence[Rows]) -> list[list[Scored]]:
+    """Each rank's rows, prepared with sums over all ranks: what every rank hands in is kept, then added up."""
+    handed_in = list[list[Tensor]]()
+    for rows in ranks:
+        calls = list[Tensor]()
+
+        def keep(sums: Tensor, calls: list[Tensor] = calls) -> Tensor:
+            calls.append(sums)
+            return sums
+
+        objective.prepare(rows, total=keep)
+        handed_in.append(calls)
+    found = list[list[Scored]]()
+    for rows in ranks:
+        answers = iter([torch.stack(each).sum(0) for each in zip(*handed_in, strict=True)])
+        found.append(objective.prepare(rows, total=lambda _, answers=answers: next(answers)))
+    return found
+
+
+@pytest.mark.parametrize("share", [0, 3, 7])
+def test_a_round_prepared_on_two_ranks_is_the_round(reader: Reader, share: int) -> None:
+    objective = objective_of()
+    rows = eight_rows(objective)
+    here, there = prepared_on_ranks(objective, [rows[:share], rows[share:]])
+    ranks = [cut(here, 3), cut(there, 3)] if here else [cut(there[:4], 3), cut(there[4:], 3)]
+    assert_same(ranks_step(reader, objective, ranks), step(reader, objective, [rows]), tolerance=1e-5)
+
+
 # Padding ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_row_alone_equals_the_row_in_any_batch(reader: Reader) -> None:
     objective = objective_of()
     rows = eight_rows(objective)
-    scales = torch.ones(len(objective.terms), dtype=torch.float64)
+    scales = torch.full((len(objective.terms),), 0.02, dtype=torch.float64)
     for row in rows:
         idle = [other.with_prepared(weights=torch.zeros_like(other.weights)) for other in rows if other is not row]
         assert_same(
@@ -295,6 +399,13 @@ def first_tokens(batch: Batch, count: int) -> Batch:
         teacher, hidden_ND=teacher.hidden_ND[:count], sampled_logprobs_N=teacher.sampled_logprobs_N[:count]
     )
     return replace(batch, **columns, teachers={"teacher": cut_teacher})
+
+
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
+def test_the_budget_changes_no_term(reader: Reader, term: Term) -> None:
+    roomy, tight = objective_of(term), objective_of(term, chunk_bytes=500)
+    rows = eight_rows(roomy)
+    assert_same(step(reader, tight, [rows]), step(reader, roomy, [rows]))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2_000, 20_000, 2**28])

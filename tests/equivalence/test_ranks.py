@@ -82,7 +82,7 @@ def gradients(world: World, term: Term, budget: int, rollouts: Sequence[Rollout]
         seed=0,
     )
     mine = [row for row in rollouts if row.prompt.row % world.size == world.rank]
-    prepared = learner.prepare(score_rows(mine, {"teacher": teacher}, objective))
+    prepared = learner.prepare(score_rows(mine, {"teacher": teacher}, objective), step=0)
     [report] = learner.learn(prepared, step=0, num_rows=len(ROWS))
     after = student.trainable_parameters()
     return {name: before[name] - after[name].detach() for name in before}, report.metrics["divergence/reverse_kl"]

@@ -1,6 +1,7 @@
 """The Markov exposure-bias experiment: published figures, exact limits, and the estimators that do not learn."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -120,13 +121,13 @@ def test_a_states_divergence_as_the_advantage_learns_nothing(monkeypatch: pytest
     teacher_SV = markov.next_logprobs(markov.teacher_chain()).detach()
     prepare = Objective.prepare
 
-    def with_state_values(self: Objective, scored: Sequence[Scored]) -> list[Scored]:
+    def with_state_values(self: Objective, scored: Sequence[Scored], **options: Any) -> list[Scored]:
         student_SV = markov.next_logprobs(student).detach()
         divergence_S = reverse_kl(student_logprobs=student_SV, teacher_logprobs=teacher_SV).float()
         states = [row.rollout.token_ids[row.rollout.num_prompt_tokens - 1 : -1] for row in scored]
         return [
             row.with_prepared(advantages=-divergence_S[states_C][None])
-            for row, states_C in zip(prepare(self, scored), states, strict=True)
+            for row, states_C in zip(prepare(self, scored, **options), states, strict=True)
         ]
 
     monkeypatch.setattr(Objective, "prepare", with_state_values)

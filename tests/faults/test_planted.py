@@ -17,11 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.axes.names import Estimator, Form, Support
-from etude.core import divergences, estimators, linear, logprobs, objective, reduction
+from etude.axes.names import Divergence, Estimator, Form, Importance, Owner, Source, Support, Tail
+from etude.core import advantages, divergences, estimators, linear, logprobs, objective, support, tile
 from etude.core.linear import OutputHead
 from etude.core.objective import Objective
 from etude.core.records import Batch
+from etude.core.term import Term
+from etude.models import backbone
+from etude.models.sampling import InProcessSampler
 
 TESTS = Path(__file__).parents[1]
 COLLATE = importlib.import_module("etude.core.collate")  # `etude.core.collate` by attribute is the function
@@ -59,7 +62,7 @@ def prompt_in_the_loss(patch: pytest.MonkeyPatch) -> None:
 
 def mask_not_applied(patch: pytest.MonkeyPatch) -> None:
     """The mask is accepted, and everything is trained."""
-    patch.setattr(objective, "row_mask", lambda rollout, **_: torch.ones(rollout.num_completion_tokens, dtype=bool))
+    patch.setattr(advantages, "row_mask", lambda rollout, **_: torch.ones(rollout.num_completion_tokens, dtype=bool))
 
 
 def masked_tokens_in_the_divisor(patch: pytest.MonkeyPatch) -> None:
@@ -84,15 +87,15 @@ def mean_of_each_micro_batch(patch: pytest.MonkeyPatch) -> None:
     def own_mean(
         self: Objective, hidden: Tensor, head: OutputHead, batch: Batch, scales: Tensor, heads: Mapping[str, OutputHead]
     ) -> tuple[Tensor, Tensor]:
-        return right(self, hidden, head, batch, self.coefficients / batch.weights_JN.sum(-1), heads)
+        return right(self, hidden, head, batch, self.scales(batch.weights_JN.sum(-1).double()), heads)
 
     patch.setattr(Objective, "sum", own_mean)
 
 
 def ranks_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Gradients are averaged over ranks and nobody makes up for it."""
-    right = reduction.term_scales
-    patch.setattr(reduction, "term_scales", lambda counts, coefficients, world_size: right(counts, coefficients, 1))
+    right = objective.term_scales
+    patch.setattr(objective, "term_scales", lambda counts, coefficients, world_size: right(counts, coefficients, 1))
 
 
 def temperature_on_one_side(patch: pytest.MonkeyPatch) -> None:
@@ -152,6 +155,71 @@ def tiles_read_the_first_labels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(linear._Sums, "add_tile", from_the_start)
 
 
+def tools_tokens_trained(patch: pytest.MonkeyPatch) -> None:
+    """Who wrote a token is recorded, and not looked at."""
+    right = advantages.row_mask
+    patch.setattr(advantages, "row_mask", lambda rollout, *, written_C, **rest: right(rollout, **rest))
+
+
+def cross_entropy_on_student_rows(patch: pytest.MonkeyPatch) -> None:
+    """A term's sources are read and not applied."""
+    right = advantages.row_mask
+    patch.setattr(
+        advantages, "row_mask", lambda rollout, *, sources, **rest: right(rollout, sources=set(Source), **rest)
+    )
+
+
+def moments_of_the_own_rank(patch: pytest.MonkeyPatch) -> None:
+    right = advantages._centre
+    patch.setattr(
+        advantages, "_centre", lambda term, values, masks, total: right(term, values, masks, lambda sums: sums)
+    )
+
+
+def whitened_last(patch: pytest.MonkeyPatch) -> None:
+    """Moments are taken of what is clipped and weighed already, so that the bound bounds nothing."""
+    returns, shaped = advantages._returns, advantages._shaped
+    patch.setattr(advantages, "_returns", lambda term, row, mask: shaped(term, returns(term, row, mask), mask, row))
+    patch.setattr(advantages, "_shaped", lambda term, values, mask, row: values)
+
+
+def baseline_added_with_the_wrong_sign(patch: pytest.MonkeyPatch) -> None:
+    """The expected gradient stays right, whatever a state's baseline is: only the values show it."""
+    right = tile.reverse_kl
+    patch.setattr(tile, "reverse_kl", lambda **logprobs: -right(**logprobs))
+
+
+def truncated_sum_differentiated(patch: pytest.MonkeyPatch) -> None:
+    """The log-ratio carries its gradient, which is nothing over the whole vocabulary and grad Q_K over a part of it."""
+    patch.setattr(divergences, "_kl", lambda first, second: (first.exp() * (first - second)).sum(-1))
+
+
+def bucket_forgotten(patch: pytest.MonkeyPatch) -> None:
+    right = support._coarse
+    patch.setattr(support, "_coarse", lambda logprobs, ids, repeated, _: right(logprobs, ids, repeated, Tail.TRUNCATE))
+
+
+def bounds_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(estimators, "_bounded_weight", lambda ratio, importance, bounds: ratio)
+
+
+def coefficient_of_the_first_step(patch: pytest.MonkeyPatch) -> None:
+    right = Term.coefficient_at
+    patch.setattr(Term, "coefficient_at", lambda self, step: right(self, 0))
+
+
+def sampler_never_refreshed(patch: pytest.MonkeyPatch) -> None:
+    """Rows are written with the weights of the run's start, under the present version."""
+    patch.setattr(InProcessSampler, "refresh", lambda self, student, version: setattr(self, "version", version))
+
+
+def filler_rows_kept(patch: pytest.MonkeyPatch) -> None:
+    """Rows of the head beyond the tokenizer's ids take their share of the softmax."""
+    patch.setattr(logprobs, "cut_filler", lambda logits, vocab_size: logits)
+    patch.setattr(backbone, "cut_filler", lambda logits, vocab_size: logits)
+    patch.setattr(backbone, "_first", lambda tensor, count: tensor)
+
+
 # Who notices --------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +251,27 @@ def outside_the_answers() -> None:
 def micro_batches() -> None:
     module = load("equivalence/test_objective.py")
     module.test_1x8_2x4_4x2_and_8x1_are_one_step(module.Reader(), module.TERMS[:1])
+
+
+def of_truth(test: str, *arguments: object) -> Check:
+    return lambda: getattr(load("equivalence/test_estimator_truth.py"), test)(*arguments)
+
+
+def of_advantages(test: str, *arguments: object) -> Check:
+    return lambda: getattr(load("core/test_advantages.py"), test)(*arguments)
+
+
+def tools_tokens() -> None:
+    module = load("core/test_advantages.py")
+    module.test_a_tools_tokens_are_not_trained_not_counted_and_earn_nothing(module.policy(), [-1.0, -2.0, -4.0, -8.0])
+
+
+def refreshed() -> None:
+    load("models/test_sampling.py").TestRefresh().test_a_low_precision_copy_follows_when_refreshed()
+
+
+def filler_of_the_head() -> None:
+    load("models/test_backbone.py").TestHead().test_filler_rows_are_cut(264)
 
 
 def truth(**term: object) -> Check:
@@ -227,14 +316,34 @@ POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
         (temperature_on_one_side, of_objective("test_equal_models_are_at_zero_at_every_temperature", 2.0)),
         (k1_differentiated, truth(**SAMPLED)),
         (k3_differentiated, truth(**SAMPLED)),
-        (
-            ratio_forgotten,
-            lambda: load("equivalence/test_estimator_truth.py").test_ratio_corrects_another_sampling_temperature(
-                0.5, 1.0
-            ),
-        ),
+        (ratio_forgotten, of_truth("test_ratio_corrects_another_sampling_temperature", 0.5, 1.0)),
         (advantage_of_the_wrong_sign, truth(**POLICY)),
         (tiles_read_the_first_labels, of_equivalence("test_the_budget_changes_nothing", 2_000)),
+        (tools_tokens_trained, tools_tokens),
+        (tools_tokens_trained, of_truth("test_what_a_tool_wrote_is_no_action_and_costs_nothing", [True, False, True])),
+        (
+            cross_entropy_on_student_rows,
+            of_objective("test_terms_keep_their_own_rows_counts_and_coefficients"),
+        ),
+        (moments_of_the_own_rank, of_advantages("test_two_ranks_have_the_moments_of_one", 2)),
+        (moments_of_the_own_rank, of_equivalence("test_a_round_prepared_on_two_ranks_is_the_round", 3)),
+        (whitened_last, of_advantages("test_whitened_then_clipped_then_weighed")),
+        (whitened_last, of_truth("test_clipped_advantages")),
+        (
+            baseline_added_with_the_wrong_sign,
+            lambda: load("core/test_tile.py").test_the_state_kl_as_a_baseline(None),
+        ),
+        (
+            truncated_sum_differentiated,
+            of_truth("test_truncate_has_its_coefficient_detached", Owner.TEACHER, 1),
+        ),
+        (bucket_forgotten, of_truth("test_bucket_and_renormalise", Divergence.REVERSE_KL, {}, Owner.TEACHER)),
+        (bounds_forgotten, of_truth("test_bounded_ratios", Importance.MASKED)),
+        (bounds_forgotten, of_truth("test_bounded_ratios", Importance.TRUNCATED)),
+        (coefficient_of_the_first_step, of_objective("test_coefficients_move_with_the_step")),
+        (sampler_never_refreshed, refreshed),
+        (filler_rows_kept, lambda: load("core/test_logprobs.py").test_filler_columns_would_take_nearly_everything()),
+        (filler_rows_kept, filler_of_the_head),
     ],
 )
 def test_noticed(plant: Plant, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:

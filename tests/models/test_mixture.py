@@ -8,8 +8,8 @@ import torch
 
 from etude.axes.names import FinishReason, Source
 from etude.core.records import Prompt, Rollout, as_ids
-from etude.errors import DataError
-from etude.models.mixture import DatasetSampler, MixtureSampler
+from etude.errors import DataError, RecipeError
+from etude.models.mixture import DatasetSampler, Mix, MixtureSampler
 from etude.models.student import Student
 from etude.models.table import TableBackbone
 from etude.runtime.seeds import Key
@@ -23,8 +23,8 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(as_ids([row]), row=row, completion_ids=as_ids([1000 + row, 2])) for row in range(count)]
 
 
-def mixture(student_fraction: float = 0.5) -> MixtureSampler:
-    return MixtureSampler(ScriptedSampler(lambda prompt: [prompt.row]), DatasetSampler(), student_fraction)
+def mixture(student_fraction: float = 0.5, mix: Mix = "row") -> MixtureSampler:
+    return MixtureSampler(ScriptedSampler(lambda prompt: [prompt.row]), DatasetSampler(), student_fraction, mix=mix)
 
 
 def writers(rollouts: list[Rollout]) -> dict[int, Source]:
@@ -104,6 +104,49 @@ class TestMixture:
         sampler.refresh(Student(TableBackbone(counting_logits())), version=9)
         assert (sampler.version, sampler.student.version, sampler.other.version) == (9, 9, 9)
         assert {rollout.version for rollout in sampler.sample(prompts(10), KEY)} == {9}
+
+    def test_there_is_no_third_way(self) -> None:
+        with pytest.raises(RecipeError, match="no mix 'token'; write one of row, batch"):
+            mixture(mix="token")  # pyright: ignore[reportArgumentType]
+
+
+class TestMixtureByBatch:
+    """One coin a round: all rows are the student's, or none."""
+
+    @staticmethod
+    def writer(key: Key, *rows: int, student_fraction: float = 0.5) -> Source:
+        asked = prompts(max(rows) + 1)
+        rollouts = mixture(student_fraction, "batch").sample([asked[row] for row in rows], key)
+        (source,) = set(writers(rollouts).values())
+        return source
+
+    def test_one_writes_all_rows_of_a_round_and_both_have_their_turn(self) -> None:
+        found = [self.writer(replace(KEY, round=number), *range(50)) for number in range(20)]
+        assert set(found) == {Source.STUDENT, Source.DATASET}
+
+    def test_the_share_of_rounds_is_the_one_asked_for(self) -> None:
+        """1,000 rounds: three standard deviations are 3 * sqrt(0.3 * 0.7 / 1000) = 0.043."""
+        sampler, (row, *_) = mixture(0.3, "batch"), prompts(1)
+        found = [sampler.sample([row], replace(KEY, round=number))[0].source for number in range(1000)]
+        assert math.isclose(found.count(Source.STUDENT) / 1000, 0.3, abs_tol=0.043)
+
+    @pytest.mark.parametrize(("fraction", "source"), [(1.0, Source.STUDENT), (0.0, Source.DATASET)])
+    def test_at_the_ends_one_of_them_writes_always(self, fraction: float, source: Source) -> None:
+        keys = [replace(KEY, round=number) for number in range(20)]
+        assert {self.writer(key, 0, 1, student_fraction=fraction) for key in keys} == {source}
+
+    def test_every_rank_has_the_same_coin(self) -> None:
+        """Whatever rows it has, also none; and nothing drawn before, as after a resume, has a say."""
+        for number in range(10):
+            key = replace(KEY, round=number)
+            assert len({self.writer(key, *range(rank, 40, 4)) for rank in range(4)} | {self.writer(key, 7)}) == 1
+        assert mixture(mix="batch").sample([], KEY) == []
+
+    def test_the_coin_changes_with_seed_and_stage(self) -> None:
+        def rounds(**changes: int) -> list[Source]:
+            return [self.writer(replace(KEY, round=number, **changes), 0) for number in range(30)]
+
+        assert len({tuple(rounds()), tuple(rounds(seed=1)), tuple(rounds(stage=1))}) == 3
 
 
 def test_the_process_draws_on_as_if_nothing_had_been() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from etude.axes.names import Divergence, Gives, Source, Support
 from etude.config.load import load_recipe
-from etude.config.schema import Recipe, TermConfig
+from etude.config.schema import Recipe
+from etude.config.tables.terms import TermConfig
 from etude.core.objective import Objective, Term
 from etude.errors import DataError, ModelError, PairError, RecipeError
 from etude.models.backbone import TransformersBackbone

@@ -56,7 +56,7 @@ def learner_of(
 
 
 def prepared(learner: Learner, *rollouts: Rollout) -> list[Scored]:
-    return learner.prepare([Scored(rollout, {}) for rollout in rollouts])
+    return learner.prepare([Scored(rollout, {}) for rollout in rollouts], step=0)
 
 
 def take(learner: Learner, rows: Sequence[Scored], step: int = 0) -> dict[str, float]:
@@ -178,7 +178,7 @@ class TestDenominators:
 
         before = weights_of(student)
         learner = learner_of(student, Term(), heads={"teacher": teacher.head()}, tokens_per_micro_batch=budget)
-        rows = learner.prepare(score_rows(rollouts, {"teacher": teacher}, learner.objective))
+        rows = learner.prepare(score_rows(rollouts, {"teacher": teacher}, learner.objective), step=0)
         metrics = take(learner, rows)
         after = weights_of(student)
         for name, gradient in plain.items():
@@ -253,7 +253,7 @@ class TestPrepare:
             (Term(support=Support.SAMPLED, estimator=Estimator.POLICY_GRADIENT), True),
         ):
             learner = learner_of(student, term, writer=Source.STUDENT)
-            [row] = learner.prepare(score_rows([rollout], {"teacher": CountingTeacher()}, learner.objective))
+            [row] = learner.prepare(score_rows([rollout], {"teacher": CountingTeacher()}, learner.objective), step=0)
             assert (row.student_logprobs is not None) == needed
             assert row.advantages is not None
             assert row.weights is not None

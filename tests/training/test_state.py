@@ -54,7 +54,7 @@ def learner_of(certainty: float = 0.9) -> Learner:
 
 def rows_of(learner: Learner, first: int = 0) -> list[Scored]:
     rollouts = [rollout_of([3 + row], [row, 7], row=row, source=Source.DATASET) for row in range(first, first + 2)]
-    return learner.prepare([Scored(rollout, {}) for rollout in rollouts])
+    return learner.prepare([Scored(rollout, {}) for rollout in rollouts], step=0)
 
 
 def take_steps(learner: Learner, steps: range) -> None:

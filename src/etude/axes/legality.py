@@ -29,7 +29,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from etude.axes.names import LABEL, Divergence, Estimator, Form, Importance, Source, Support
+from etude.axes.names import LABEL, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
 from etude.errors import LegalityError
 
 Kind = Literal["exact", "surrogate", "refused"]
@@ -43,6 +43,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    joint: bool = False  # the teacher has a hand in each token of the student's rows
     steps_per_round: int = 1  # optimiser steps between two refreshes of the sampler
 
 
@@ -58,7 +59,23 @@ class TermLike(Protocol):
     @property
     def estimator(self) -> Estimator: ...
     @property
+    def top_k(self) -> int | None: ...
+    @property
+    def tail(self) -> Tail | None: ...
+    @property
+    def detach_mixture(self) -> bool: ...
+    @property
     def form(self) -> Form | None: ...
+    @property
+    def length_normalise(self) -> bool: ...
+    @property
+    def baseline(self) -> Baseline: ...
+    @property
+    def whiten(self) -> bool: ...
+    @property
+    def advantage_clip(self) -> float | None: ...
+    @property
+    def disagreement_weight(self) -> float | None: ...
     @property
     def importance(self) -> Importance: ...
     @property
@@ -78,6 +95,10 @@ class Point:
     form: Form | None = None  # sampled support only
     importance: Importance = Importance.NONE  # policy gradient only
     discount: float = 0.0  # policy gradient only
+    tail: Tail | None = None  # top-k support only
+    one_id: bool = False  # top-k support that keeps a single id a side
+    detached: bool = False  # part of the divergence is held constant on purpose
+    shaped: bool = False  # policy gradient only: advantages are centred, scaled, clipped or weighed
     loss_temperature: float = 1.0  # of both softmaxes in the loss
     sampling: Sampling = Sampling()  # its rows: only those the term meets
 
@@ -92,6 +113,14 @@ class Point:
             form=term.form,
             importance=term.importance,
             discount=term.discount,
+            tail=term.tail,
+            one_id=term.top_k == 1,
+            detached=term.detach_mixture or term.divergence is Divergence.ADAPTIVE_KL,
+            shaped=term.length_normalise
+            or term.whiten
+            or term.baseline is Baseline.BATCH
+            or term.advantage_clip is not None
+            or term.disagreement_weight is not None,
             loss_temperature=loss_temperature,
             sampling=replace(sampling, rows=sampling.rows & frozenset(term.sources)),
         )
@@ -102,10 +131,14 @@ class Point:
         return {
             "teacher": "label" if self.label else "model",
             "support": self.support,
+            "tail": (self.tail or "") if self.support is Support.TOP_K else "",
+            "kept": ("one" if self.one_id else "several") if self.support is Support.TOP_K else "",
             "divergence": self.divergence,
             "estimator": self.estimator,
             "form": (self.form or self.default_form or "") if self.support is Support.SAMPLED else "",
-            "importance": self.importance if self.estimator is Estimator.POLICY_GRADIENT else "",
+            "importance": self.importance if self._policy_gradient else "",
+            "coefficients": "detached" if self.detached else "differentiated",
+            "advantages": ("shaped" if self.shaped else "plain") if self._policy_gradient else "",
             "rows": self._rows,
             "tokens": self._tokens,
             "steps": "several" if self.sampling.steps_per_round > 1 else "one",
@@ -118,6 +151,10 @@ class Point:
         if self.support is not Support.SAMPLED:
             return None
         return Form.K2 if self.estimator is Estimator.ANALYTIC else Form.K1
+
+    @property
+    def _policy_gradient(self) -> bool:
+        return self.estimator is Estimator.POLICY_GRADIENT
 
     @property
     def _rows(self) -> str:
@@ -134,6 +171,8 @@ class Point:
         """Which distribution the student's rows are drawn from, compared with the one the loss is about."""
         if self.sampling.top_p < 1.0 or self.sampling.top_k > 0 or self.sampling.temperature == 0.0:
             return "truncated"
+        if self.sampling.joint and Source.STUDENT in self.sampling.rows:
+            return "joint"
         return "own" if self.sampling.temperature == self.loss_temperature else "tempered"
 
 
@@ -151,6 +190,9 @@ class Rule:
         return all(axes[axis] in values for axis, values in self.when.items())
 
 
+_ALL_BUT_FORWARD = tuple(divergence for divergence in Divergence if divergence is not Divergence.FORWARD_KL)
+_ALL_BUT_REVERSE = tuple(divergence for divergence in Divergence if divergence is not Divergence.REVERSE_KL)
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "no-rows",
@@ -161,16 +203,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "label-divergence",
-        {"teacher": ("label",), "divergence": ("reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")},
+        {"teacher": ("label",), "divergence": _ALL_BUT_FORWARD},
         "refused",
         "a one-hot label has probability zero everywhere but at one id, where only forward KL is the cross-entropy",
         'write divergence = "forward_kl"',
     ),
     Rule(
         "label-support",
-        {"teacher": ("label",), "support": ("sampled",)},
+        {"teacher": ("label",), "support": ("sampled", "top_k")},
         "refused",
-        "the label is the whole distribution (one id has all the mass), so there is nothing to sample",
+        "the label is the whole distribution (one id has all the mass), so there is nothing to sample or to leave out",
         'write support = "full"',
     ),
     Rule(
@@ -196,10 +238,48 @@ RULES: tuple[Rule, ...] = (
     Rule("label", {"teacher": ("label",)}, "exact", "forward KL to a one-hot label is the cross-entropy"),
     Rule(
         "state-value-advantage",
-        {"support": ("full",), "estimator": ("policy_gradient",)},
+        {"support": ("full", "top_k"), "estimator": ("policy_gradient",)},
         "refused",
         "a state's divergence does not depend on the drawn token, so as an advantage its expected gradient is zero",
         'write support = "sampled" (the log-ratio of the drawn token), or estimator = "analytic"',
+    ),
+    Rule(
+        "renormalised-one",
+        {"support": ("top_k",), "tail": ("renormalise",), "kept": ("one",)},
+        "refused",
+        "renormalised over a single id both sides are certain of it, so the divergence is zero",
+        'write top_k = 2 or more, or tail = "bucket"',
+    ),
+    Rule(
+        "sampled-tail-divergence",
+        {"support": ("top_k",), "tail": ("sampled",), "divergence": _ALL_BUT_REVERSE},
+        "refused",
+        "one token drawn by the student stands for the tail of the reverse KL and of no other divergence",
+        'write divergence = "reverse_kl", or tail = "bucket"',
+    ),
+    Rule(
+        "bucket",
+        {"support": ("top_k",), "tail": ("bucket",)},
+        "surrogate",
+        "all other ids are lumped into one: the KLs are never more than in full, and the lump has no shape",
+    ),
+    Rule(
+        "renormalise",
+        {"support": ("top_k",), "tail": ("renormalise",)},
+        "surrogate",
+        "the shapes within the kept ids are compared; nothing acts on the probability outside them",
+    ),
+    Rule(
+        "truncate",
+        {"support": ("top_k",), "tail": ("truncate",)},
+        "surrogate",
+        "the sum stops at the kept ids, coefficients detached; forward KL then also pulls all probability onto them",
+    ),
+    Rule(
+        "detached",
+        {"support": ("full",), "coefficients": ("detached",)},
+        "surrogate",
+        "the divergence's weights or mixture are held constant, as published; its gradient is not that of its value",
     ),
     Rule(
         "full",
@@ -209,7 +289,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sampled-divergence",
-        {"support": ("sampled",), "divergence": ("forward_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")},
+        {"support": ("sampled",), "divergence": _ALL_BUT_REVERSE},
         "refused",
         "one token drawn by the student estimates the reverse KL and no other divergence",
         'write divergence = "reverse_kl", or support = "full"',
@@ -265,6 +345,14 @@ RULES: tuple[Rule, ...] = (
         'support = "full"',
     ),
     Rule(
+        "uncorrected-joint",
+        {"tokens": ("joint",), "importance": ("none", "")},
+        "refused",
+        "the teacher had a hand in the tokens, which are not the student's own draws, and nothing corrects for it",
+        'write estimator = "policy_gradient" with importance = "ratio", no teacher_share and no teacher_top_k, or '
+        'support = "full"',
+    ),
+    Rule(
         "uncorrected-steps",
         {"steps": ("several",), "importance": ("none", "")},
         "refused",
@@ -278,6 +366,18 @@ RULES: tuple[Rule, ...] = (
         "the clipped ratio bounds the update; without clipped tokens it equals the unclipped ratio",
     ),
     Rule(
+        "bounded-ratio",
+        {"importance": ("truncated", "masked")},
+        "surrogate",
+        "the ratio is held between bounds, or its token left out; without such tokens it equals the plain ratio",
+    ),
+    Rule(
+        "shaped-advantages",
+        {"advantages": ("shaped",)},
+        "surrogate",
+        "advantages are centred, scaled, clipped or weighed, which trades the gradient's truth against its noise",
+    ),
+    Rule(
         "discounted",
         {"estimator": ("policy_gradient",), "credit": ("discounted",)},
         "surrogate",
@@ -285,7 +385,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "token-ratio-of-returns",
-        {"estimator": ("policy_gradient",), "credit": ("sequence",), "tokens": ("tempered",)},
+        {"estimator": ("policy_gradient",), "credit": ("sequence",), "tokens": ("tempered", "joint")},
         "surrogate",
         "returns reach over later tokens, whose change of distribution the single-token ratio does not see",
     ),
@@ -294,6 +394,12 @@ RULES: tuple[Rule, ...] = (
         {"estimator": ("policy_gradient",), "steps": ("several",)},
         "surrogate",
         "advantages are those of the student at the round's first step: right there, lagging behind in later steps",
+    ),
+    Rule(
+        "sampled-tail",
+        {"support": ("top_k",)},
+        "exact",
+        "the kept ids in full and the drawn token for the rest: over the student's draws, the whole gradient",
     ),
     Rule("sampled", {}, "exact", "a detached log-ratio (or k2, whose update is the same) on the student's own tokens"),
 )

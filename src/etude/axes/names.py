@@ -43,7 +43,25 @@ class Support(StrEnum):
     """How much of the vocabulary a term looks at (axis 3)."""
 
     FULL = "full"
+    TOP_K = "top_k"  # the likeliest ids of one side or both (`Owner`), and what stands for the others (`Tail`)
     SAMPLED = "sampled"
+
+
+class Owner(StrEnum):
+    """Under top-k support: whose likeliest ids are kept."""
+
+    TEACHER = "teacher"  # the teacher's k
+    STUDENT = "student"  # the student's k, as it is now
+    UNION = "union"  # the k of each side, an id that both keep once
+
+
+class Tail(StrEnum):
+    """Under top-k support: what stands for the ids that are not kept."""
+
+    BUCKET = "bucket"  # one more id with the rest of the probability
+    TRUNCATE = "truncate"  # nothing: the sum stops at the kept ids
+    RENORMALISE = "renormalise"  # nothing: both sides are rescaled to sum to one over the kept ids
+    SAMPLED = "sampled"  # the drawn token, where it is not kept; reverse KL only
 
 
 class Divergence(StrEnum):
@@ -54,6 +72,9 @@ class Divergence(StrEnum):
     JSD = "jsd"  # beta weighs the teacher in the mixture
     SKEW_FORWARD_KL = "skew_forward_kl"  # KL(teacher || alpha teacher + (1 - alpha) student)
     SKEW_REVERSE_KL = "skew_reverse_kl"  # KL(student || (1 - alpha) teacher + alpha student)
+    ALPHA_BETA = "alpha_beta"  # powers of teacher and student: (1, 0) forward KL, (0, 1) reverse KL
+    ADAPTIVE_KL = "adaptive_kl"  # both KLs, weighed by where the error lies: in the teacher's head or in its tail
+    TOTAL_VARIATION = "total_variation"  # half the L1 distance
 
 
 class Estimator(StrEnum):
@@ -77,6 +98,16 @@ class Importance(StrEnum):
     NONE = "none"  # tokens are taken as the student's own
     RATIO = "ratio"  # student / behaviour, unclipped
     PPO_CLIP = "ppo_clip"  # the pessimistic minimum of ratio and clipped ratio
+    TRUNCATED = "truncated"  # TIS: the ratio held between two bounds, detached
+    MASKED = "masked"  # ICE-POP: the ratio, and nothing for a token whose ratio leaves the bounds, detached
+
+
+class Baseline(StrEnum):
+    """What a policy-gradient term takes off its return, for the sake of the variance (axis 5)."""
+
+    NONE = "none"
+    BATCH = "batch"  # mean over the round's trained tokens, each token's own return among them
+    STATE_KL = "state_kl"  # the state's own reverse KL, which is the mean of c: -c + KL has mean zero
 
 
 class Reduction(StrEnum):
@@ -84,6 +115,7 @@ class Reduction(StrEnum):
 
     TOKEN_MEAN = "token_mean"  # trainable tokens of the whole optimiser step, over micro-batches and ranks
     SEQUENCE_MEAN = "sequence_mean"  # mean within each row first, then over rows
+    SUM = "sum"  # nothing: the loss grows with the number of tokens
 
 
 class Schedule(StrEnum):

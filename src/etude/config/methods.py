@@ -27,24 +27,37 @@ class Method:
 
     @property
     def axes(self) -> dict[str, str]:
-        """The six axes in the order of the equation, read off the settings."""
-        sampler, term = self.settings["sampler"], self.settings["terms"][0]
-        share, other = sampler["student_fraction"], sampler.get("other", "dataset")  # as in the schema
-        writers = {0.0: other, 1.0: "student"}.get(share, f"student {share:.0%}, {other} {1 - share:.0%}")
-        return {"sampler": writers} | {axis: term[axis] for axis in TERM_AXES}
+        """The six axes in the order of the equation, read off the settings; values of several terms joined by +."""
+        axes = {"sampler": _writers(self.settings["sampler"])}
+        for axis in TERM_AXES:
+            values = dict.fromkeys(term[axis] for term in self.settings["terms"])
+            axes[axis] = " + ".join(values)
+        return axes
 
 
 TERM_AXES = ("teacher", "support", "divergence", "estimator", "reduction")
 
 
-def _term(divergence: str, *, teacher: str = "teacher", support: str = "full", estimator: str = "analytic") -> Any:
-    return {
-        "teacher": teacher,
-        "support": support,
-        "divergence": divergence,
-        "estimator": estimator,
-        "reduction": "token_mean",
-    }
+def _writers(sampler: Mapping[str, Any]) -> str:
+    """Who writes, in words."""
+    share, other = sampler["student_fraction"], sampler.get("other", "dataset")  # as in the schema
+    student = "student"
+    if "teacher_share" in sampler:
+        student = f"student, {sampler['teacher_share']:.0%} of tokens teacher"
+    elif "teacher_top_k" in sampler:
+        student = f"student within teacher's top {sampler['teacher_top_k']}"
+    if isinstance(share, Mapping):
+        return f"{student} {share['start']:.0%} to {share['end']:.0%}, {other}"
+    return {0.0: other, 1.0: student}.get(share, f"{student} {share:.0%}, {other} {1 - share:.0%}")
+
+
+def _term(divergence: str, **others: Any) -> Any:
+    """A term that states every axis; what is not given is the house's default."""
+    axes = {"teacher": "teacher", "support": "full", "divergence": divergence, "estimator": "analytic"}
+    return axes | {"reduction": "token_mean"} | others
+
+
+_DRAWN = {"support": "sampled", "estimator": "policy_gradient"}
 
 
 _ROWS = (
@@ -60,18 +73,162 @@ _ROWS = (
         "generalised knowledge distillation: half the rows from the student, half from the data, JSD",
         {"sampler": {"student_fraction": 0.5}, "terms": [_term("jsd")]},
         "Agarwal et al. (2023), arXiv 2306.13649",
-        "The paper tosses one coin a batch; here one is tossed a row. Its other values: student_fraction 0 and 1 (the "
-        "best), beta 0.1 and 0.9, forward_kl, reverse_kl.",
+        'The paper tosses one coin a batch (mix = "batch"); here one is tossed a row. It averages within each '
+        'sequence first (reduction = "sequence_mean"); code that followed and the default here take the mean over all '
+        "tokens. Its other values: student_fraction 0 and 1 (the best), beta 0.1 and 0.9, forward_kl, reverse_kl.",
     ),
     Method(
         "thinking-machines",
         "the student writes, the log-ratio of each drawn token is its advantage: only one number a token is needed",
         {
             "sampler": {"student_fraction": 1.0, "temperature": 1.0, "samples_per_prompt": 4},
-            "terms": [_term("reverse_kl", support="sampled", estimator="policy_gradient")],
+            "terms": [_term("reverse_kl", **_DRAWN)],
         },
         "Lu and Thinking Machines Lab (2025), thinkingmachines.ai/blog/on-policy-distillation",
         "Discount 0 and the importance ratio are the defaults of policy_gradient.",
+    ),
+    Method(
+        "imitkd",
+        "imitation: rows from the data at first, more and more of them from the student, forward KL",
+        {
+            "sampler": {"student_fraction": {"start": 0.0, "end": 1.0, "kind": "linear", "first": 0, "last": 200}},
+            "terms": [_term("forward_kl")],
+        },
+        "Lin et al. (2020), arXiv 2009.07253",
+        "The step at which the student writes everything is ours: set student_fraction.last to your train.steps. The "
+        "paper lets the data's share decay and also trains on the teacher's likeliest token alone.",
+    ),
+    Method(
+        "f-distill",
+        "half the rows from the teacher, half from the student, total variation on both",
+        {
+            "sampler": {"student_fraction": 0.5, "other": "teacher"},
+            "terms": [
+                _term("total_variation", sources=["teacher"], name="on_teacher_rows"),
+                _term("total_variation", sources=["student"], name="on_student_rows"),
+            ],
+        },
+        "Wen et al. (2023), arXiv 2307.15190",
+        "Its other divergences: forward_kl on teacher rows alone, reverse_kl on student rows alone, jsd on both.",
+    ),
+    Method(
+        "minillm",
+        "sequence-level reverse KL by policy gradient, written with the teacher's hand in each token, plus the exact "
+        "reverse KL of the current token",
+        {
+            "sampler": {"student_fraction": 1.0, "teacher_share": 0.2},
+            "terms": [
+                _term(
+                    "reverse_kl",
+                    **_DRAWN,
+                    discount=1.0,
+                    length_normalise=True,
+                    whiten=True,
+                    importance="ppo_clip",
+                    name="long_term",
+                ),
+                _term("reverse_kl", name="single_step"),
+            ],
+            "train": {"epochs": 4},
+        },
+        "Gu et al. (2023), arXiv 2306.08543",
+        "The ratio here is today's student over the mixture really drawn from: the paper's importance weight and "
+        "PPO's ratio in one, so that tokens the teacher likes much better are clipped at once. The paper doubles its "
+        "rewards and cuts them at 100, which whitening makes needless. Its third term trains on pretraining text: a "
+        'term with teacher = "label" and sources = ["dataset"].',
+    ),
+    Method(
+        "distillm2",
+        "contrastive: skewed forward KL where the teacher wrote, skewed reverse KL where the student wrote",
+        {
+            "sampler": {"student_fraction": 0.5, "other": "teacher", "temperature": 0.8},
+            "terms": [
+                _term("skew_forward_kl", alpha=0.1, sources=["teacher"], name="on_teacher_rows"),
+                _term("skew_reverse_kl", alpha=0.1, detach_mixture=True, sources=["student"], name="on_student_rows"),
+            ],
+        },
+        "Ko et al. (2025), arXiv 2503.07067",
+        "The paper has a row of each kind for every prompt, written once an epoch; here a coin decides, each round "
+        "anew. Its skew may adapt to each row, its second coefficient may rise from 1 to 1.5 (coefficient takes a "
+        "ramp).",
+    ),
+    Method(
+        "abkd",
+        "alpha-beta divergence: how much large errors weigh and how much the student's own confidence does",
+        {"sampler": {"student_fraction": 1.0}, "terms": [_term("alpha_beta", alpha=0.2, beta=0.7)]},
+        "Wang et al. (2025), arXiv 2505.04560",
+        "0.2 and 0.7 are advised for text; the paper's code starts from 0.5 and 0.5. Any rows will do.",
+    ),
+    Method(
+        "akl",
+        "adaptive KL: forward and reverse KL, weighed by where the student errs, in the teacher's head or in its tail",
+        {"sampler": {"student_fraction": 0.0}, "terms": [_term("adaptive_kl", head_mass=0.5)]},
+        "Wu et al. (2024), arXiv 2404.02657",
+        "Published on the data's own rows; student_fraction = 1 makes it on-policy.",
+    ),
+    Method(
+        "skd",
+        "speculative: the student writes, and the teacher replaces what is not among its own likeliest tokens",
+        {"sampler": {"student_fraction": 1.0, "teacher_top_k": 25}, "terms": [_term("forward_kl")]},
+        "Xu et al. (2024), arXiv 2410.11325",
+        "Drawn from the closed form, one uniform number a token; the paper proposes five tokens at a time.",
+    ),
+    Method(
+        "mopd",
+        "the log-ratio of each drawn token is its advantage; tokens whose ratio to the sampler drifted are left out",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [_term("reverse_kl", **_DRAWN, importance="masked", bounds=[0.2, 5.0], advantage_clip=20.0)],
+        },
+        "MiMo-V2-Flash (2026), arXiv 2601.02780",
+        "Published with one specialist for each kind of prompt. The bounds and the clip are those of another large "
+        "run.",
+    ),
+    Method(
+        "iw-opd",
+        "the drawn token's log-ratio as advantage, early tokens weighing more, the less the more has been disagreed on",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [_term("reverse_kl", **_DRAWN, disagreement_weight=1.5)],
+        },
+        "arXiv 2606.22600",
+    ),
+    Method(
+        "local-support",
+        "reverse KL on the teacher's likeliest tokens only, coefficients detached",
+        {
+            "sampler": {"student_fraction": 1.0, "top_p": 0.95},
+            "terms": [_term("reverse_kl", support="top_k", top_k=64, owner="teacher", tail="truncate")],
+        },
+        "arXiv 2603.25562; the detached coefficient arXiv 2605.11182",
+        'k and top_p are ours. The paper also leaves special tokens out. owner = "student" with top_k = 16 is another '
+        "published point.",
+    ),
+    Method(
+        "entropy-aware",
+        "reverse KL everywhere, and forward KL where the teacher itself is of several minds",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [
+                _term("reverse_kl"),
+                _term("forward_kl", teacher_entropy=0.8),
+            ],
+        },
+        "arXiv 2603.07079",
+        "The threshold is ours, in nats; watch uncertain/forward_kl, the share of tokens above it.",
+    ),
+    Method(
+        "prefix",
+        "only the beginning of each answer is trained, more of it as training goes on",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [
+                _term("reverse_kl", first_tokens={"start": 32, "end": 256, "kind": "linear", "first": 0, "last": 200})
+            ],
+        },
+        "arXiv 2602.15260",
+        "Start, end and pace are ours: end at your max_new_tokens. The paper also stops writing at the horizon, where "
+        "its time is saved; here rows are written to their end.",
     ),
     Method(
         "supervised-kd",

@@ -5,7 +5,16 @@ Use it in a notebook as docs/core.md shows; the names below are its public door.
 
 from etude.axes.names import FinishReason, Source
 from etude.core.collate import collate
-from etude.core.divergences import forward_kl, jsd, reverse_kl, skew_forward_kl, skew_reverse_kl
+from etude.core.divergences import (
+    adaptive_kl,
+    alpha_beta,
+    forward_kl,
+    jsd,
+    reverse_kl,
+    skew_forward_kl,
+    skew_reverse_kl,
+    total_variation,
+)
 from etude.core.linear import OutputHead, head_sum
 from etude.core.objective import Objective
 from etude.core.records import Batch, Prompt, Rollout, Scored, Scores
@@ -23,6 +32,8 @@ __all__ = [
     "Scores",
     "Source",
     "Term",
+    "adaptive_kl",
+    "alpha_beta",
     "collate",
     "forward_kl",
     "head_sum",
@@ -31,4 +42,5 @@ __all__ = [
     "skew_forward_kl",
     "skew_reverse_kl",
     "term_scales",
+    "total_variation",
 ]

@@ -28,7 +28,8 @@ from torch.nn import functional
 DEFAULT_CHUNK_BYTES = 256 * 1024 * 1024
 
 # V-wide rows alive per token while a tile is differentiated (softmaxes, mixtures, ratios, gradients). Measured: 11
-# for the most expensive divergence (skewed reverse KL), 5 more for each further full-support term, 2 for a soft cap.
+# for the most expensive divergences (alpha-beta, skewed reverse KL), 5 more for each further full-support term, 2 for a
+# soft cap.
 _TEMPORARIES = 20
 # Of the budget, for the temporaries of the inner tile. A CPU is fastest with 1 to 3 MB a tensor, which stay in its
 # cache; the default budget gives 3 MB.

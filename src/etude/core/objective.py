@@ -21,17 +21,21 @@ import torch
 from torch import Tensor
 
 from etude.axes.legality import Point, Rule, Sampling, require_legal
-from etude.axes.names import LABEL, Estimator, Form, Gives, Importance, Support
-from etude.core import estimators
+from etude.axes.names import LABEL, Divergence, Gives, Reduction
+from etude.core.advantages import Total, prepare
 from etude.core.linear import DEFAULT_CHUNK_BYTES, OutputHead, head_sum
 from etude.core.logprobs import next_token_logprobs, pick
 from etude.core.records import Batch, Scored
-from etude.core.reduction import row_count, row_weights
+from etude.core.reduction import row_count, term_scales
 from etude.core.term import Term
-from etude.core.weighting import row_mask
+from etude.core.tile import Tile, mark, shared_sums, shares_of
 from etude.errors import PairError, RecordError
 
 NEAR_AN_END = 0.05  # betas of jsd nearer to 0 or 1 than this are warned about: the signal shrinks in proportion
+
+
+def _alone(sums: Tensor) -> Tensor:
+    return sums
 
 
 class Objective:
@@ -94,62 +98,52 @@ class Objective:
         """What is legal and perhaps not meant, a sentence each."""
         return tuple(
             f"term '{term.name}': jsd with beta = {term.beta} has about {min(term.beta, 1 - term.beta):.2g} times the "
-            f"gradient of the KL at that end, which beta = {round(term.beta)} gives in full"
+            f"gradient of the KL at that end; rescale = true makes up for it, and beta = {round(term.beta)} is that KL"
             for term in self.terms
-            if term.beta is not None and 0.0 < min(term.beta, 1.0 - term.beta) < NEAR_AN_END
+            if term.divergence is Divergence.JSD and term.beta is not None and not term.rescale
+            if 0.0 < min(term.beta, 1.0 - term.beta) < NEAR_AN_END
         )
-
-    @property
-    def coefficients(self) -> Tensor:
-        """[J] float64."""
-        return torch.tensor([term.coefficient for term in self.terms], dtype=torch.float64)
 
     # 1. prepare -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, scored: Sequence[Scored]) -> list[Scored]:
-        """Fill in weights and advantages of every row; nothing depends on the rows around it.
+    def prepare(self, scored: Sequence[Scored], *, step: int = 0, total: Total = _alone) -> list[Scored]:
+        """Fill in weights and advantages of every row of a round, before its first step.
+
+        Args:
+            scored: this rank's rows.
+            step: the round's first optimiser step, from 0.
+            total: sums a tensor over all ranks; left out: there is one.
 
         Raises:
             RecordError: a row lacks a score, or the student's log-probabilities a term needs.
         """
-        return [self._prepare_row(row) for row in scored]
-
-    def _prepare_row(self, row: Scored) -> Scored:
-        weights, advantages = list[Tensor](), list[Tensor]()
-        for term in self.terms:
-            mask_C = row_mask(row.rollout, sources=term.sources, train_truncated=term.train_truncated)
-            weights.append(row_weights(mask_C, term.reduction))
-            trains = term.rewards_needed and bool(mask_C.any())
-            advantages.append(self._advantages(term, row) if trains else torch.zeros_like(weights[-1]))
-        return row.with_prepared(weights=torch.stack(weights), advantages=torch.stack(advantages))
-
-    @staticmethod
-    def _advantages(term: Term, row: Scored) -> Tensor:
-        """[C] returns of r = log teacher - log student, the student as it was before the round's first step."""
-        scores = row.scores.get(term.teacher)
-        if scores is None or scores.sampled_logprobs is None or row.student_logprobs is None:
-            raise RecordError(
-                f"term '{term.name}' needs the log-probabilities of student and teacher '{term.teacher}' for row "
-                f"{row.rollout.prompt.row}; the row has scores of {sorted(row.scores)}"
-            )
-        if term.importance is not Importance.NONE and row.rollout.behaviour_logprobs is None:
-            raise RecordError(
-                f"term '{term.name}' weighs row {row.rollout.prompt.row} by student / behaviour, and the row carries "
-                "no behaviour_logprobs; take them from the sampler that wrote it"
-            )
-        c = estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=scores.sampled_logprobs)
-        return estimators.returns(-c, term.discount)
+        return prepare(self.terms, scored, step=step, total=total)
 
     # 2. count -------------------------------------------------------------------------------------------------------
 
     def counts(self, rows: Sequence[Scored]) -> Tensor:
-        """[J] float64: each term's count over these rows (tokens, or rows under `sequence_mean`)."""
+        """[J] float64: each term's count over these prepared rows (tokens, or rows under `sequence_mean`)."""
         counts_J = torch.zeros(len(self.terms), dtype=torch.float64)
         for row in rows:
+            if row.weights is None:
+                raise RecordError(
+                    f"row {row.rollout.prompt.row} was not prepared: call Objective.prepare before counts"
+                )
             for j, term in enumerate(self.terms):
-                mask_C = row_mask(row.rollout, sources=term.sources, train_truncated=term.train_truncated)
-                counts_J[j] += row_count(mask_C, term.reduction)
+                counts_J[j] += row_count(row.weights[j] != 0, term.reduction)
         return counts_J
+
+    def scales(self, counts_J: Tensor, *, step: int = 0, world_size: int = 1) -> Tensor:
+        """[J] what each term's sum is multiplied by in a step: its coefficient there over its count.
+
+        Args:
+            counts_J: from `counts`, summed over all micro-batches and ranks of the step.
+            step: optimiser step, from 0.
+            world_size: ranks whose gradients will be averaged.
+        """
+        coefficients_J = torch.tensor([term.coefficient_at(step) for term in self.terms], dtype=torch.float64)
+        sums_J = torch.tensor([term.reduction is Reduction.SUM for term in self.terms])
+        return term_scales(torch.where(sums_J, counts_J.clamp(max=1), counts_J), coefficients_J, world_size)
 
     # 3. sum ---------------------------------------------------------------------------------------------------------
 
@@ -210,83 +204,33 @@ class Objective:
         scales_J: Tensor,
     ) -> tuple[Tensor, Tensor]:
         student_nV = next_token_logprobs(student_logits_nV, self.temperature)
-        teachers_nV = {name: next_token_logprobs(x, self.temperature) for name, x in teacher_logits_nV.items()}
-        chosen_n = pick(student_nV, batch.target_ids_N[tokens])
+        tile = Tile(
+            student_nV,
+            {name: next_token_logprobs(x, self.temperature) for name, x in teacher_logits_nV.items()},
+            pick(student_nV, batch.target_ids_N[tokens]),
+            tokens,
+            batch,
+        )
         loss = student_nV.new_zeros(())
         sums: list[Tensor] = []
         for j, term in enumerate(self.terms):
-            weights_n = batch.weights_JN[j, tokens].to(chosen_n.dtype)
-            values_n, shown_n = self._term_values(j, term, student_nV, teachers_nV, chosen_n, tokens, batch)
-            loss = loss + scales_J[j].to(loss.dtype) * (weights_n * values_n).sum()
+            weights_n = batch.weights_JN[j, tokens].to(loss.dtype)
+            marks = mark(term, self._divergences[j], tile, batch.advantages_JN[j, tokens])
+            loss = loss + scales_J[j].to(loss.dtype) * (weights_n * marks.values_n).sum()
             trained_n = weights_n != 0
-            sums += [(shown_n.detach() * trained_n).sum(), trained_n.sum()]
-            if term.clip is not None:
-                ratio_n = estimators.importance_ratio(
-                    student_logprobs=chosen_n.detach(), behaviour_logprobs=batch.behaviour_logprobs_N[tokens]
-                )
-                cut_n = estimators.clipped(ratio=ratio_n, advantages=batch.advantages_JN[j, tokens], clip=term.clip)
-                sums.append((cut_n & trained_n).sum())
-        sums += self._shared_sums(student_nV.detach(), chosen_n.detach(), tokens, batch)
+            sums += [(marks.shown_n.detach() * trained_n).sum(), trained_n.sum()]
+            sums += [(marks.shares[name] * trained_n).sum() for name in shares_of(term)]
+        sums += shared_sums(tile, self.temperature)
         return loss, torch.stack([s.to(loss.dtype) for s in sums])
 
-    def _term_values(
-        self,
-        j: int,
-        term: Term,
-        student_nV: Tensor,
-        teachers_nV: Mapping[str, Tensor],
-        chosen_n: Tensor,
-        tokens: slice,
-        batch: Batch,
-    ) -> tuple[Tensor, Tensor]:
-        """[n] the differentiable per-token term, and [n] the divergence it stands for (for the log)."""
-        if term.teacher == LABEL:
-            return -chosen_n, -chosen_n
-        if term.support is Support.FULL:
-            values_n = self._divergences[j](student_logprobs=student_nV, teacher_logprobs=teachers_nV[term.teacher])
-            return values_n, values_n
-        columns = batch.teachers.get(term.teacher)
-        if columns is None or columns.sampled_logprobs_N is None:
-            raise PairError(
-                f"teacher '{term.teacher}' gave no log-probabilities of the drawn ids; term '{term.name}' needs them"
-            )
-        c_n = estimators.log_ratio(student_logprobs=chosen_n, teacher_logprobs=columns.sampled_logprobs_N[tokens])
-        if term.estimator is Estimator.ANALYTIC:
-            return estimators.form_value(c_n, term.form or Form.K2), c_n
-        values_n = estimators.policy_gradient(
-            student_logprobs=chosen_n,
-            behaviour_logprobs=batch.behaviour_logprobs_N[tokens],
-            advantages=batch.advantages_JN[j, tokens],
-            importance=term.importance,
-            clip=term.clip,
-        )
-        return values_n, c_n
-
     # Metrics --------------------------------------------------------------------------------------------------------
-
-    def _shared_sums(self, student_nV: Tensor, chosen_n: Tensor, tokens: slice, batch: Batch) -> list[Tensor]:
-        scored_n = (batch.weights_JN[:, tokens] != 0).any(dim=0)  # a batch without work holds one token of no weight
-        entropy_n = -student_nV.exp().mul_(student_nV.clamp(min=torch.finfo(student_nV.dtype).min)).sum(-1)
-        raw_n = batch.raw_logprobs_N[tokens]
-        # The student's rows with the sampler's log-probabilities, which are comparable at temperature 1 only.
-        written_n = scored_n & ~torch.isnan(raw_n) & (self.temperature == 1.0)
-        gap_n = torch.where(written_n, (chosen_n - raw_n).abs(), 0.0)
-        return [
-            (entropy_n * scored_n).sum(),
-            (chosen_n * scored_n).sum(),
-            scored_n.sum(),
-            gap_n.sum(),
-            written_n.sum(),
-        ]
 
     @cached_property
     def metric_names(self) -> tuple[str, ...]:
         """Names of the M sums `sum` returns, in order."""
         names: list[str] = []
         for term in self.terms:
-            names += [f"divergence/{term.name}", f"tokens/{term.name}"]
-            if term.importance is Importance.PPO_CLIP:
-                names.append(f"clipped/{term.name}")
+            names += [f"{name}/{term.name}" for name in ("divergence", "tokens", *shares_of(term))]
         return (*names, "student/entropy", "student/logprob", "tokens/scored", "sampler/logprob_gap", "tokens/written")
 
     def summarise(self, sums_M: Tensor) -> dict[str, float]:
@@ -300,9 +244,8 @@ class Objective:
                 result[name] = total[name] / total[count]
 
         for term in self.terms:
-            mean(f"divergence/{term.name}", f"tokens/{term.name}")
-            if f"clipped/{term.name}" in total:
-                mean(f"clipped/{term.name}", f"tokens/{term.name}")
+            for name in ("divergence", *shares_of(term)):
+                mean(f"{name}/{term.name}", f"tokens/{term.name}")
         mean("student/entropy", "tokens/scored")
         mean("student/logprob", "tokens/scored")
         mean("sampler/logprob_gap", "tokens/written")

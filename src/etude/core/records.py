@@ -68,12 +68,14 @@ class Rollout:
     version: int  # student weights version (optimiser steps taken) when it was written
     behaviour_logprobs: Tensor | None = None  # [C] float32: under the distribution really sampled from
     raw_logprobs: Tensor | None = None  # [C] float32: the writer's own, at temperature 1 over the real vocabulary
+    written: Tensor | None = None  # [C] bool: True where the writer wrote the token, not a tool; None: it wrote all
 
     def __post_init__(self) -> None:
         row, length = self.prompt.row, self.completion_ids.numel()
         _check_ids(f"the completion of row {row}", self.completion_ids, "C")
         _check_completion(f"behaviour_logprobs of row {row}", self.behaviour_logprobs, length)
         _check_completion(f"raw_logprobs of row {row}", self.raw_logprobs, length)
+        _check_completion(f"written of row {row}", self.written, length)
 
     @property
     def token_ids(self) -> Tensor:

@@ -34,11 +34,13 @@ def row_weights(mask_C: Tensor, reduction: Reduction) -> Tensor:
 def row_count(mask_C: Tensor, reduction: Reduction) -> int:
     """What a row adds to the term's count: its trained tokens, or one if it has any (`sequence_mean`).
 
+    Under `sum` tokens are counted as well, to know whether anything is trained; nothing is divided by them.
+
     Responses of lengths 1 and 3 with token losses (4) and (0, 0, 0): the token mean is 4 / 4 = 1, the sequence mean
     (4 + 0) / 2 = 2.
     """
     tokens = int(mask_C.sum())
-    return tokens if reduction is Reduction.TOKEN_MEAN else min(tokens, 1)
+    return min(tokens, 1) if reduction is Reduction.SEQUENCE_MEAN else tokens
 
 
 def term_scales(counts_J: Tensor, coefficients_J: Tensor, world_size: int) -> Tensor:

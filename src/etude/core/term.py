@@ -1,7 +1,7 @@
 """A term: one summand of the loss, as plain values.
 
 What a recipe's `[[terms]]` says, without the recipe: which teacher, how much of its distribution, measured how, trained
-how, on which rows. It computes nothing; `core.objective` makes a loss of a list of them.
+how, on which tokens. It computes nothing; `core.objective` makes a loss of a list of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from etude.axes.names import LABEL, Divergence, Estimator, Form, Gives, Importance, Reduction, Source, Support
+from etude.axes.names import (
+    LABEL,
+    Baseline,
+    Divergence,
+    Estimator,
+    Form,
+    Gives,
+    Importance,
+    Owner,
+    Reduction,
+    Source,
+    Support,
+    Tail,
+)
+from etude.axes.schedules import Ramp, as_ramp
+from etude.axes.terms import check_term
 from etude.core.divergences import DivergenceFn, divergence_fn
 
 ALL_SOURCES = frozenset(Source)
@@ -26,17 +41,32 @@ class Term:
     name: str = "reverse_kl"  # how metrics call it
     teacher: str = "teacher"  # a teacher's name, or "label": the one-hot label, i.e. cross-entropy
     support: Support = Support.FULL
+    top_k: int | None = None  # top_k: ids kept a side
+    owner: Owner | None = None  # top_k; None: the teacher's
+    tail: Tail | None = None  # top_k; None: bucket
     divergence: Divergence = Divergence.REVERSE_KL
-    beta: float | None = None  # jsd: the teacher's weight in the mixture
-    alpha: float | None = None  # skewed divergences
+    beta: float | None = None  # jsd: the teacher's weight in the mixture; alpha_beta: the student's power
+    alpha: float | None = None  # skewed divergences: the skew; alpha_beta: the teacher's power
+    head_mass: float | None = None  # adaptive_kl: the teacher's probability that counts as its head
+    rescale: bool = False  # jsd: divide by beta (1 - beta)
+    detach_mixture: bool = False  # skew_reverse_kl: the student inside the mixture is a constant
     estimator: Estimator = Estimator.ANALYTIC
     form: Form | None = None  # sampled support; None: k2 when differentiated, k1 as a reward
     discount: float = 0.0  # policy gradient: 0 token-level, 1 sequence-level
+    length_normalise: bool = False  # policy gradient: returns divided by the student's tokens they reach over
+    baseline: Baseline = Baseline.NONE  # policy gradient
+    whiten: bool = False  # policy gradient: advantages of the round to mean 0 and deviation 1
+    advantage_clip: float | None = None  # policy gradient: largest size of an advantage
     importance: Importance = Importance.NONE  # policy gradient
     clip: float | None = None  # ppo_clip
-    coefficient: float = 1.0
+    bounds: tuple[float, float] | None = None  # truncated, masked: lowest and highest ratio
+    coefficient: float | Ramp = 1.0
     sources: Collection[Source] = ALL_SOURCES  # whose rows it trains
     train_truncated: bool = True  # rows cut at the length limit
+    skip_first: int = 0  # leading tokens of a completion that are not trained
+    first_tokens: int | Ramp | None = None  # the horizon: tokens after these are not trained; None: to the end
+    disagreement_weight: float | None = None  # policy gradient: weight of a row's first token, falling to 1
+    teacher_entropy: float | None = None  # nats: only tokens at which the teacher is less certain than this
     reduction: Reduction = Reduction.TOKEN_MEAN
 
     @property
@@ -44,39 +74,54 @@ class Term:
         """What its teacher must give about each rollout."""
         if self.teacher == LABEL:
             return frozenset({Gives.LABELS})
-        return frozenset({Gives.HIDDEN_STATES if self.support is Support.FULL else Gives.SAMPLED_LOGPROBS})
+        needs = {Gives.SAMPLED_LOGPROBS} if self.support is Support.SAMPLED else {Gives.HIDDEN_STATES}
+        if self.baseline is Baseline.STATE_KL or self.teacher_entropy is not None:
+            needs.add(Gives.HIDDEN_STATES)
+        return frozenset(needs)
 
     @property
     def rewards_needed(self) -> bool:
         """Whether `prepare` must turn log-ratios into advantages."""
         return self.estimator is Estimator.POLICY_GRADIENT
 
+    @property
+    def round_moments_needed(self) -> bool:
+        """Whether its advantages depend on those of the whole round."""
+        return self.whiten or self.baseline is Baseline.BATCH
+
+    def coefficient_at(self, step: int) -> float:
+        """Its coefficient at an optimiser step, from 0."""
+        return as_ramp(self.coefficient).value(step)
+
+    def horizon_at(self, step: int) -> int | None:
+        """Trained tokens of a completion in the round that begins with this step; None: all."""
+        return None if self.first_tokens is None else as_ramp(self.first_tokens).whole(step)
+
     def divergence_fn(self) -> DivergenceFn:
-        """The divergence with its parameter filled in; per token, knows no mask and no weight."""
-        return divergence_fn(self.divergence, beta=self.beta, alpha=self.alpha)
+        """The divergence with its parameters filled in; per token, knows no mask and no weight."""
+        return divergence_fn(
+            self.divergence,
+            beta=self.beta,
+            alpha=self.alpha,
+            head_mass=self.head_mass,
+            rescale=self.rescale,
+            detach_mixture=self.detach_mixture,
+        )
 
     def __post_init__(self) -> None:
-        # Plain words, as a notebook writes them, become the axes' own; an unknown one is a ValueError.
-        words = {"support": Support, "divergence": Divergence, "estimator": Estimator, "importance": Importance}
-        for name, axis in (words | {"reduction": Reduction}).items():
-            object.__setattr__(self, name, axis(getattr(self, name)))
-        object.__setattr__(self, "form", None if self.form is None else Form(self.form))
-        object.__setattr__(self, "sources", frozenset(Source(source) for source in self.sources))
-
-        def refuse(found: str, expected: str) -> None:
-            raise ValueError(f"term '{self.name}' has {found}; {expected}")
-
+        self._read_words()
+        check_term(self)
         self.divergence_fn()
-        if self.form is not None and self.support is not Support.SAMPLED:
-            refuse(f"form '{self.form}' with support '{self.support}'", "a form belongs to support 'sampled'")
-        if self.estimator is Estimator.ANALYTIC and (self.discount or self.importance is not Importance.NONE):
-            refuse(
-                f"discount {self.discount} and importance '{self.importance}' with estimator '{self.estimator}'",
-                "both belong to 'policy_gradient'",
-            )
-        if not 0.0 <= self.discount <= 1.0:
-            refuse(f"discount {self.discount}", "expected 0 (each token alone) to 1 (the whole rest of the row)")
-        if (self.clip is not None) != (self.importance is Importance.PPO_CLIP):
-            refuse(f"clip {self.clip} with importance '{self.importance}'", "a clip goes with 'ppo_clip' alone")
-        if self.clip is not None and not 0.0 < self.clip < 1.0:
-            refuse(f"clip {self.clip}", "expected a share between 0 and 1")
+
+    def _read_words(self) -> None:
+        """Plain words, as a notebook writes them, become the axes' own; an unknown one is a ValueError."""
+        words = {"support": Support, "divergence": Divergence, "estimator": Estimator, "importance": Importance}
+        for name, axis in (words | {"reduction": Reduction, "baseline": Baseline}).items():
+            object.__setattr__(self, name, axis(getattr(self, name)))
+        for name, axis in {"form": Form, "owner": Owner, "tail": Tail}.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else axis(value))
+        object.__setattr__(self, "sources", frozenset(Source(source) for source in self.sources))
+        if self.support is Support.TOP_K:
+            object.__setattr__(self, "owner", self.owner or Owner.TEACHER)
+            object.__setattr__(self, "tail", self.tail or Tail.BUCKET)

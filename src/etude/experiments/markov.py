@@ -175,7 +175,7 @@ def train_on_samples(run: Run, seed: int) -> TableBackbone:
     prompts = [Prompt(torch.tensor([START]), row) for row in range(NUM_ROWS)]
     for step in range(NUM_STEPS):
         rollouts = sampler.sample(prompts, Key(seed, "sample", stage=0, round=step))
-        rows = learner.prepare(score_rows(rollouts, {"teacher": teacher}, objective))
+        rows = learner.prepare(score_rows(rollouts, {"teacher": teacher}, objective), step)
         for report in learner.learn(rows, step, NUM_ROWS):
             sampler.refresh(student, version=report.step)
     return table

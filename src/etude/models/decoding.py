@@ -10,7 +10,7 @@ vocabulary, K blocks of ids, v ids of one block.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -163,7 +163,12 @@ class Completion:
 
 
 @torch.no_grad()
-def decode(decoding: AbstractDecoding, uniforms_BC: Tensor, settings: SamplingSettings) -> list[Completion]:
+def decode(
+    decoding: AbstractDecoding,
+    uniforms_BC: Tensor,
+    settings: SamplingSettings,
+    distribution: Callable[[Tensor], Tensor] | None = None,
+) -> list[Completion]:
     """Write every row until its stop id or the limit: next logits, distribution, one uniform number, id.
 
     A row leaves the batch in the step in which it ends, and its last token is never fed back. Leaving costs a copy of
@@ -172,6 +177,9 @@ def decode(decoding: AbstractDecoding, uniforms_BC: Tensor, settings: SamplingSe
     Args:
         decoding: the rows, their prompts read.
         uniforms_BC: [B, C] in [0, 1), C = `settings.max_new_tokens`: column j is for the j-th token of each row.
+        settings: temperature and cuts, length limit and stop ids.
+        distribution: [b, V] next logits -> [b, V] probabilities to draw from; None: `sampling_logprobs` under the
+            settings. Raw log-probabilities are those of the logits either way.
 
     Returns:
         One completion a row, in the rows' order, on the CPU.
@@ -181,7 +189,7 @@ def decode(decoding: AbstractDecoding, uniforms_BC: Tensor, settings: SamplingSe
     stop_ids = torch.tensor(settings.stop_ids, dtype=torch.int64)
     written: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for step in range(settings.max_new_tokens):
-        ids_b, behaviour_b, raw_b = _draw(decoding.next_logits(), uniforms_BC[rows_b, step], settings)
+        ids_b, behaviour_b, raw_b = _draw(decoding.next_logits(), uniforms_BC[rows_b, step], settings, distribution)
         written.append((rows_b, ids_b, behaviour_b, raw_b))
         stops_b = torch.isin(ids_b.cpu(), stop_ids)
         stopped_B[rows_b] = stops_b
@@ -197,13 +205,19 @@ def decode(decoding: AbstractDecoding, uniforms_BC: Tensor, settings: SamplingSe
     return _by_row(written, stopped_B)
 
 
-def _draw(logits_bV: Tensor, uniforms_b: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor, Tensor]:
+def _draw(
+    logits_bV: Tensor,
+    uniforms_b: Tensor,
+    settings: SamplingSettings,
+    distribution: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, their log-probabilities under the distribution sampled from, and the model's own; [b] each."""
     # In place, and back to logarithms for the drawn ids alone: tensors as wide as the vocabulary are what costs here.
-    probs_bV = sampling_logprobs(logits_bV, settings).exp_()
+    probs_bV = distribution(logits_bV) if distribution else sampling_logprobs(logits_bV, settings).exp_()
     ids_b = inverse_cdf(probs_bV, uniforms_b)
     behaviour_b = pick(probs_bV, ids_b).log()
-    raw_b = behaviour_b if settings.unchanged else pick(next_token_logprobs(logits_bV), ids_b)
+    unchanged = settings.unchanged and distribution is None
+    raw_b = behaviour_b if unchanged else pick(next_token_logprobs(logits_bV), ids_b)
     return ids_b, behaviour_b, raw_b
 
 

@@ -1,19 +1,24 @@
 """Who writes which row: the dataset, or a seeded mixture of two samplers.
 
-Both are samplers themselves, so the loop knows only one. The draw of a row depends on (seed, stage, round, row) and on
-nothing else, so it is the same on any number of ranks and after a resume.
+Both are samplers themselves, so the loop knows only one. The coin of a row depends on (seed, stage, round, row) and on
+nothing else, that of a whole round on (seed, stage, round), so both are the same on any number of ranks and after a
+resume. Rows that student and teacher write together, token by token, are `models/joint.py`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 from etude.axes.names import FinishReason, Source
+from etude.axes.schedules import Ramp, as_ramp
 from etude.core.records import Prompt, Rollout
-from etude.errors import DataError
+from etude.errors import DataError, RecipeError
 from etude.models.roles import AbstractSampler, AbstractStudent
 from etude.runtime.seeds import Key
+
+Mix = Literal["row", "batch"]
 
 
 class DatasetSampler(AbstractSampler):
@@ -44,17 +49,37 @@ class DatasetSampler(AbstractSampler):
 
 
 class MixtureSampler(AbstractSampler):
-    """Row by row, the student with probability `student_fraction` (GKD's lambda), somebody else otherwise."""
+    """The student writes with probability `student_fraction` (GKD's lambda), somebody else otherwise.
 
-    def __init__(self, student: AbstractSampler, other: AbstractSampler, student_fraction: float) -> None:
+    Args:
+        student: writes its share.
+        other: writes the rest.
+        student_fraction: 0 to 1, or a ramp of the optimiser steps the student has taken (ImitKD's annealing).
+        mix: "row": a coin for each row, so that every round has about its share of both. "batch": one coin for all
+            rows of a round, as published for GKD (Agarwal et al. 2023, "On-Policy Distillation of Language Models",
+            algorithm 1).
+
+    Raises:
+        RecipeError: there is no such mix.
+    """
+
+    def __init__(
+        self, student: AbstractSampler, other: AbstractSampler, student_fraction: float | Ramp, *, mix: Mix = "row"
+    ) -> None:
+        if mix not in get_args(Mix):
+            raise RecipeError(f"there is no mix '{mix}'; write one of {', '.join(get_args(Mix))}")
         self.student = student
         self.other = other
-        self.student_fraction = student_fraction
+        self.student_fraction = as_ramp(student_fraction)
+        self.mix = mix
         self.version = student.version
 
     def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
         draws = replace(key, purpose=f"{key.purpose}/writer")
-        by_student = [draws.uniforms(prompt.row, 1).item() < self.student_fraction for prompt in prompts]
+        # A batch goes by the coin of its global row 0, which every rank can toss, also the ranks without that row.
+        coins = [prompt.row if self.mix == "row" else 0 for prompt in prompts]
+        fraction = self.student_fraction.value(self.version)
+        by_student = [draws.uniforms(coin, 1).item() < fraction for coin in coins]
         written = {
             student: iter(sampler.sample([p for p, s in zip(prompts, by_student, strict=True) if s is student], key))
             for student, sampler in ((True, self.student), (False, self.other))

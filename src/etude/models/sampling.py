@@ -8,20 +8,23 @@ call it, and `recipes/build.py` resolves the stop ids once and hands them in.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from etude.axes.names import Source
 from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, NonFiniteError, RecipeError
 from etude.models.decoding import Completion, SamplingSettings, decode
 from etude.models.forward import evaluating
-from etude.models.roles import AbstractBackbone, AbstractSampler, AbstractStudent
+from etude.models.roles import AbstractBackbone, AbstractDecoding, AbstractSampler, AbstractStudent
 from etude.runtime.seeds import Key
 
-__all__ = ["InProcessSampler", "SamplingSettings"]
+__all__ = ["InProcessSampler", "SamplingSettings", "uniforms", "write_in_batches"]
 
 
 class InProcessSampler(AbstractSampler):
@@ -57,10 +60,10 @@ class InProcessSampler(AbstractSampler):
         self.settings = settings
         self.source = source
         self.version = 0
-        self._rows_per_batch = rows_per_batch
-        self._backbone, self._copied = backbone, False
+        self.rows_per_batch = rows_per_batch
+        self.backbone, self._copied = backbone, False  # the model that writes
         if dtype is not None and dtype != str(next(backbone.parameters()).dtype).removeprefix("torch."):
-            self._backbone, self._copied = backbone.copy_as(dtype), True
+            self.backbone, self._copied = backbone.copy_as(dtype), True
 
     def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
         """One rollout a prompt, in the prompts' order.
@@ -69,16 +72,9 @@ class InProcessSampler(AbstractSampler):
             DataError: a prompt and `max_new_tokens` together exceed the context window; nothing has been run yet.
             NonFiniteError: the model's logits are not numbers.
         """
-        self._require_room(prompts)
-        # The longest first: rows of like length share a batch, and a batch too large for the memory fails at once.
-        order = sorted(range(len(prompts)), key=lambda index: -prompts[index].token_ids.shape[0])
-        rollouts: dict[int, Rollout] = {}
-        with evaluating(self._backbone), self._backbone.writing():
-            for start in range(0, len(order), self._rows_per_batch):
-                indices = order[start : start + self._rows_per_batch]
-                written = self._write([prompts[index] for index in indices], key)
-                rollouts.update(zip(indices, written, strict=True))
-        return [rollouts[index] for index in range(len(prompts))]
+        self.require_room(prompts)
+        with self.writing():
+            return write_in_batches(prompts, self.rows_per_batch, partial(self._write, key=key))
 
     def with_settings(self, settings: SamplingSettings) -> InProcessSampler:
         """A sampler that writes with the same weights in another way; a low-precision copy is shared by both."""
@@ -92,24 +88,29 @@ class InProcessSampler(AbstractSampler):
         if self.source is not Source.STUDENT:
             return
         if self._copied:
-            self._backbone.load_weights_from(student.backbone)
+            self.backbone.load_weights_from(student.backbone)
         else:
-            self._backbone = student.backbone
+            self.backbone = student.backbone
 
-    def _write(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
-        uniforms_BC = torch.stack([key.uniforms(prompt.row, self.settings.max_new_tokens) for prompt in prompts])
-        with torch.no_grad():
-            decoding = self._backbone.decoding([prompt.token_ids for prompt in prompts])
-        completions = decode(decoding, uniforms_BC, self.settings)
-        return [self._rollout(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around everything that `begin` starts: evaluation mode, and whatever the engine prepares."""
+        with evaluating(self.backbone), self.backbone.writing():
+            yield
 
-    def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+    @torch.no_grad()
+    def begin(self, prompts: Sequence[Prompt]) -> AbstractDecoding:
+        """Rows after these prompts, nothing written yet."""
+        return self.backbone.decoding([prompt.token_ids for prompt in prompts])
+
+    def rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+        """The record of a written row.
+
+        Raises:
+            NonFiniteError: its raw log-probabilities, and so the logits, are not numbers.
+        """
         if not math.isfinite(completion.raw_logprobs.sum().item()):
-            raise NonFiniteError(
-                f"while row {prompt.row} was written with weights version {self.version}, the {self.source}'s logits "
-                "were not finite; its weights are damaged or too large for this precision: go back to an earlier "
-                'checkpoint, or write sampler.dtype = "float32"'
-            )
+            raise self.damaged(prompt)
         return Rollout(
             prompt=prompt,
             completion_ids=completion.ids,
@@ -120,8 +121,17 @@ class InProcessSampler(AbstractSampler):
             raw_logprobs=completion.raw_logprobs,
         )
 
-    def _require_room(self, prompts: Sequence[Prompt]) -> None:
-        window, new_tokens = self._backbone.context_window, self.settings.max_new_tokens
+    def damaged(self, prompt: Prompt) -> NonFiniteError:
+        """What to raise when this model's logits were no numbers while a row was written."""
+        return NonFiniteError(
+            f"while row {prompt.row} was written with weights version {self.version}, the {self.source}'s logits "
+            "were not finite; its weights are damaged or too large for this precision: go back to an earlier "
+            'checkpoint, or write sampler.dtype = "float32"'
+        )
+
+    def require_room(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a prompt that leaves no room in the context window for `max_new_tokens`."""
+        window, new_tokens = self.backbone.context_window, self.settings.max_new_tokens
         if window is None:
             return
         for prompt in prompts:
@@ -132,3 +142,26 @@ class InProcessSampler(AbstractSampler):
                     f"{new_tokens} makes {length + new_tokens}, and the {self.source}'s context window holds {window}; "
                     "lower data.max_prompt_tokens or sampler.max_new_tokens"
                 )
+
+    def _write(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
+        completions = decode(self.begin(prompts), uniforms(prompts, key, self.settings), self.settings)
+        return [self.rollout(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def uniforms(prompts: Sequence[Prompt], key: Key, settings: SamplingSettings) -> Tensor:
+    """[B, C] float64: one number in [0, 1) for each token each row may write, from the row's own generator."""
+    return torch.stack([key.uniforms(prompt.row, settings.max_new_tokens) for prompt in prompts])
+
+
+def write_in_batches(
+    prompts: Sequence[Prompt], rows_per_batch: int, write: Callable[[Sequence[Prompt]], list[Rollout]]
+) -> list[Rollout]:
+    """One rollout a prompt, in the prompts' order, at most `rows_per_batch` of them written side by side."""
+    # The longest first: rows of like length share a batch, and a batch too large for the memory fails at once.
+    order = sorted(range(len(prompts)), key=lambda index: -prompts[index].token_ids.shape[0])
+    rollouts: dict[int, Rollout] = {}
+    for start in range(0, len(order), rows_per_batch):
+        indices = order[start : start + rows_per_batch]
+        written = write([prompts[index] for index in indices])
+        rollouts.update(zip(indices, written, strict=True))
+    return [rollouts[index] for index in range(len(prompts))]

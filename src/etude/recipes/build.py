@@ -15,11 +15,13 @@ from pathlib import Path
 import torch
 
 from etude.axes.names import Gives, Source
-from etude.config.schema import Recipe, TermConfig
+from etude.config.schema import Recipe
+from etude.config.tables.terms import TermConfig
 from etude.core.objective import Objective
 from etude.core.term import Term
 from etude.errors import PairError, RecipeError
 from etude.models.backbone import LoraSettings, load_backbone
+from etude.models.joint import Interleaving, JointSampler, TokenMixture
 from etude.models.mixture import DatasetSampler, MixtureSampler
 from etude.models.roles import AbstractSampler, AbstractTeacher
 from etude.models.sampling import InProcessSampler, SamplingSettings
@@ -90,7 +92,7 @@ def objective_of(recipe: Recipe) -> Objective:
 
 def term_of(config: TermConfig) -> Term:
     """Key for key: a term's recipe keys are the arguments of `Term`."""
-    return Term(**{name: getattr(config, name) for name in TermConfig.model_fields})
+    return Term(**config.values())
 
 
 def gives_of(recipe: Recipe) -> dict[str, frozenset[Gives]]:
@@ -177,9 +179,9 @@ def sampling_settings(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingSett
 
 
 def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:
-    """Who writes the rows of a round: the student (`own`), the dataset, the teacher, or a mixture."""
-    fraction = recipe.sampler.student_fraction
-    writes = own if fraction > 0 else None
+    """Who writes the rows of a round: the student, the dataset, the teacher, or a mixture."""
+    fraction = recipe.sampler.fraction
+    writes = student_sampler(recipe, own, teacher) if fraction.highest > 0 else None
     if recipe.sampler.other is Source.TEACHER:
         assert teacher is not None  # the schema asks for [teacher]
         other: AbstractSampler | None = InProcessSampler(
@@ -191,7 +193,17 @@ def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | N
         alone = writes or other
         assert alone is not None  # below 1, the schema names who writes the rest
         return alone
-    return MixtureSampler(writes, other, fraction)
+    return MixtureSampler(writes, other, fraction, mix=recipe.sampler.mix)
+
+
+def student_sampler(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:
+    """Who writes the student's rows: the student alone, or with the teacher's hand in each token."""
+    if not recipe.sampler.joint:
+        return own
+    assert teacher is not None  # the schema asks for [teacher]
+    share, top_k = recipe.sampler.teacher_share, recipe.sampler.teacher_top_k
+    together = Interleaving(top_k) if share is None and top_k is not None else TokenMixture(share or 0.0)
+    return JointSampler(own, teacher.backbone, together)
 
 
 def learner_of(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from etude.axes.names import Source
-from etude.config.schema import DataConfig, Recipe
+from etude.config.schema import Recipe
+from etude.config.tables.data import DataConfig
 from etude.core.records import Prompt
 from etude.data.examples import Example, read_dataset, read_jsonl, require_completions
 from etude.data.prompts import PromptSource, split

@@ -31,7 +31,11 @@ T = TypeVar("T")
 # {term} is the name of a term in the recipe, {span} that of a timing span in the loop.
 METRICS: Mapping[str, str] = {
     "divergence/{term}": "mean of the term over the tokens it trains, at the loss temperature; divergences in nats",
-    "clipped/{term}": "share of the term's tokens whose importance ratio was clipped",
+    "clipped/{term}": "share of the term's tokens whose importance ratio was clipped, held at a bound or left out",
+    "teacher_mass/{term}": "top_k: mean probability of the teacher on the kept ids",
+    "student_mass/{term}": "top_k: mean probability of the student on the kept ids",
+    "overlap/{term}": "top_k: mean share of the student's own likeliest k among the teacher's",
+    "uncertain/{term}": "share of the term's tokens at which the teacher's entropy was above teacher_entropy",
     "tokens/{term}": "tokens the term trained in this step",
     "tokens/scored": "tokens some term trained in this step",
     "tokens/written": "of those, the tokens that somebody sampled, behaviour log-probs at hand",

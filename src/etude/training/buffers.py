@@ -33,6 +33,7 @@ def save_round(folder: Path, rows: Sequence[Scored]) -> None:
             "completion_ids": rollout.completion_ids,
             "behaviour_logprobs": rollout.behaviour_logprobs,
             "raw_logprobs": rollout.raw_logprobs,
+            "written": rollout.written,
             "weights": row.weights,
             "advantages": row.advantages,
             "student_logprobs": row.student_logprobs,
@@ -78,6 +79,7 @@ def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Score
         version=fact["version"],
         behaviour_logprobs=tensors.get(prefix + "behaviour_logprobs"),
         raw_logprobs=tensors.get(prefix + "raw_logprobs"),
+        written=tensors.get(prefix + "written"),
     )
     scores = {
         name: Scores(

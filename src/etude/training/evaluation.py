@@ -18,7 +18,6 @@ from etude.core.collate import collate
 from etude.core.linear import DEFAULT_CHUNK_BYTES, OutputHead
 from etude.core.objective import Objective
 from etude.core.records import Prompt, Rollout, Scored, Scores
-from etude.core.reduction import term_scales
 from etude.core.term import Term
 from etude.models.forward import evaluating
 from etude.models.roles import AbstractBackbone, AbstractSampler, AbstractStudent, AbstractTeacher
@@ -76,7 +75,7 @@ def measure(
     """The objective's metrics on these rows, without learning from them."""
     rows = objective.prepare(scored)
     sums_M = torch.zeros(len(objective.metric_names), dtype=torch.float64)
-    scales_J = term_scales(objective.counts(rows), objective.coefficients, 1)
+    scales_J = objective.scales(objective.counts(rows))
     with evaluating(backbone):
         for group in micro_batches(rows, tokens_per_batch):
             batch = collate(group).to(backbone.device)

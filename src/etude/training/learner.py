@@ -21,7 +21,6 @@ from etude.core.collate import collate
 from etude.core.linear import OutputHead
 from etude.core.objective import Objective
 from etude.core.records import Batch, Scored
-from etude.core.reduction import term_scales
 from etude.errors import NonFiniteError, RecipeError
 from etude.models.forward import batches_by_length
 from etude.models.roles import AbstractBackbone, AbstractStudent
@@ -110,12 +109,12 @@ class Learner:
         self._peak_rates = [group["lr"] for group in optimizer.param_groups]
         self._module = world.wrap(Marked(student.backbone, objective))
 
-    def prepare(self, scored: Sequence[Scored]) -> list[Scored]:
-        """Weights, masks and advantages of a round, fixed before its first step."""
+    def prepare(self, scored: Sequence[Scored], step: int) -> list[Scored]:
+        """Weights, masks and advantages of a round, fixed before its first step, which is number `step`."""
         if self.objective.needs_student_logprobs:
             logprobs = self.student.logprobs([row.rollout for row in scored], self.objective.temperature)
             scored = [row.with_prepared(student_logprobs=lp) for row, lp in zip(scored, logprobs, strict=True)]
-        return self.objective.prepare(scored)
+        return self.objective.prepare(scored, step=step, total=self.world.sum)
 
     def learn(self, prepared: Sequence[Scored], step: int, num_rows: int) -> Iterator[StepReport]:
         """The steps of a round from number `step` (from 0) on; `num_rows` counts the round's rows over all ranks."""
@@ -132,7 +131,7 @@ class Learner:
             group["lr"] = peak * factor
         if counts_J.any():
             self.empty_in_a_row = 0
-            scales_J = term_scales(counts_J, self.objective.coefficients, self.world.size)
+            scales_J = self.objective.scales(counts_J, step=number, world_size=self.world.size)
             sums_M = self.world.sum(self._accumulate(rows, scales_J, number, spare))
             norm, skipped = self._clip_and_step()
         else:  # with a gradient of zero the optimiser would still move the weights, by momentum and decay

@@ -76,7 +76,7 @@ def gather(parts: Parts, state: State, number: int) -> tuple[list[Scored], int]:
     with parts.tracker.span("score"):
         scored = score_rows(rollouts, parts.teachers, parts.objective)
     with parts.tracker.span("prepare"):
-        return parts.learner.prepare(scored), len(prompts)
+        return parts.learner.prepare(scored, state.step), len(prompts)
 
 
 def evaluate(parts: Parts, state: State, name: str) -> EvaluationReport:

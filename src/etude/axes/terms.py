@@ -1,0 +1,182 @@
+"""Which values of a term go together: one set of checks for the recipe and for a `Term` built by hand.
+
+Each check says in one sentence what was found and what was expected. Whether a sound term has the gradient its name
+promises is `legality`'s question, asked afterwards. Pure Python: a recipe is checked without torch.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn, Protocol
+
+from etude.axes.names import (
+    LABEL,
+    Baseline,
+    Divergence,
+    Estimator,
+    Form,
+    Importance,
+    Owner,
+    Support,
+    Tail,
+)
+from etude.axes.schedules import Ramp, as_ramp
+
+SKEWED = (Divergence.SKEW_FORWARD_KL, Divergence.SKEW_REVERSE_KL)
+BOUNDED = (Importance.TRUNCATED, Importance.MASKED)
+
+
+class TermValues(Protocol):
+    """The values of a term, whoever holds them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def teacher(self) -> str: ...
+    @property
+    def support(self) -> Support: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def owner(self) -> Owner | None: ...
+    @property
+    def tail(self) -> Tail | None: ...
+    @property
+    def divergence(self) -> Divergence: ...
+    @property
+    def beta(self) -> float | None: ...
+    @property
+    def alpha(self) -> float | None: ...
+    @property
+    def rescale(self) -> bool: ...
+    @property
+    def estimator(self) -> Estimator: ...
+    @property
+    def form(self) -> Form | None: ...
+    @property
+    def discount(self) -> float: ...
+    @property
+    def length_normalise(self) -> bool: ...
+    @property
+    def baseline(self) -> Baseline: ...
+    @property
+    def whiten(self) -> bool: ...
+    @property
+    def advantage_clip(self) -> float | None: ...
+    @property
+    def importance(self) -> Importance: ...
+    @property
+    def clip(self) -> float | None: ...
+    @property
+    def bounds(self) -> tuple[float, ...] | None: ...
+    @property
+    def coefficient(self) -> float | Ramp: ...
+    @property
+    def skip_first(self) -> int: ...
+    @property
+    def first_tokens(self) -> float | Ramp | None: ...
+    @property
+    def disagreement_weight(self) -> float | None: ...
+    @property
+    def teacher_entropy(self) -> float | None: ...
+
+
+def check_term(term: TermValues) -> None:
+    """Refuse values that are out of range, or would do nothing under the other axes.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    for check in (_check_support, _check_divergence, _check_estimator, _check_importance, _check_tokens):
+        check(term)
+
+
+def _refuse(term: TermValues, found: str, expected: str) -> NoReturn:
+    raise ValueError(f"term '{term.name}' has {found}; {expected}")
+
+
+def _check_support(term: TermValues) -> None:
+    if term.form is not None and term.support is not Support.SAMPLED:
+        _refuse(term, f"form '{term.form}' with support '{term.support}'", "a form belongs to support 'sampled'")
+    if term.support is Support.TOP_K and (term.top_k is None or term.top_k < 1):
+        _refuse(term, f"top_k {term.top_k} with support 'top_k'", "expected how many ids are kept, at least 1")
+    if term.support is not Support.TOP_K and (term.top_k, term.owner, term.tail) != (None, None, None):
+        _refuse(
+            term,
+            f"top_k {term.top_k}, owner {term.owner} and tail {term.tail} with support '{term.support}'",
+            "all three belong to support 'top_k'",
+        )
+
+
+def _check_divergence(term: TermValues) -> None:
+    if term.divergence is Divergence.JSD and term.beta is not None:
+        if not 0.0 <= term.beta <= 1.0:
+            _refuse(term, f"beta {term.beta}", "it is the teacher's weight in jsd's mixture, between 0 and 1")
+        if term.rescale and term.beta in (0.0, 1.0):
+            _refuse(term, f"rescale with beta {term.beta}", "at its ends jsd is a KL, which needs no rescaling")
+    if term.divergence in SKEWED and term.alpha is not None and not 0.0 < term.alpha < 1.0:
+        _refuse(term, f"alpha {term.alpha}", "a skew lies strictly between 0 and 1 (0 is the plain KL)")
+
+
+def _check_estimator(term: TermValues) -> None:
+    if term.estimator is Estimator.ANALYTIC:
+        idle = {
+            "discount": term.discount,
+            "length_normalise": term.length_normalise,
+            "baseline": None if term.baseline is Baseline.NONE else term.baseline,
+            "whiten": term.whiten,
+            "advantage_clip": term.advantage_clip,
+            "importance": None if term.importance is Importance.NONE else term.importance,
+            "disagreement_weight": term.disagreement_weight,
+        }
+        given = [f"{key} {value}" for key, value in idle.items() if value]
+        if given:
+            _refuse(term, f"{', '.join(given)} with estimator 'analytic'", "these belong to 'policy_gradient'")
+    if not 0.0 <= term.discount <= 1.0:
+        _refuse(term, f"discount {term.discount}", "expected 0 (each token alone) to 1 (the whole rest of the row)")
+    if term.baseline is Baseline.STATE_KL and (term.discount or term.length_normalise or term.whiten):
+        _refuse(
+            term,
+            "baseline 'state_kl' with a discount, length_normalise or whiten",
+            "it is the mean of one token's own log-ratio and of nothing else",
+        )
+    if term.whiten and term.baseline is Baseline.BATCH:
+        _refuse(term, "whiten with baseline 'batch'", "whitening takes the round's mean off already")
+    if term.advantage_clip is not None and not term.advantage_clip > 0.0:
+        _refuse(term, f"advantage_clip {term.advantage_clip}", "expected a size above 0")
+
+
+def _check_importance(term: TermValues) -> None:
+    if (term.clip is not None) != (term.importance is Importance.PPO_CLIP):
+        _refuse(term, f"clip {term.clip} with importance '{term.importance}'", "a clip goes with 'ppo_clip' alone")
+    if term.clip is not None and not 0.0 < term.clip < 1.0:
+        _refuse(term, f"clip {term.clip}", "expected a share between 0 and 1")
+    if (term.bounds is not None) != (term.importance in BOUNDED):
+        _refuse(
+            term,
+            f"bounds {term.bounds} with importance '{term.importance}'",
+            "bounds go with 'truncated' and 'masked' alone",
+        )
+    if term.bounds is not None and not 0.0 <= term.bounds[0] < term.bounds[1]:
+        _refuse(term, f"bounds {term.bounds}", "expected a lowest and a higher highest ratio, from 0 on")
+
+
+def _check_tokens(term: TermValues) -> None:
+    if as_ramp(term.coefficient).lowest < 0.0 or as_ramp(term.coefficient).highest <= 0.0:
+        _refuse(term, f"coefficient {term.coefficient}", "expected a number above 0, or a ramp between such and 0")
+    if term.skip_first < 0:
+        _refuse(term, f"skip_first {term.skip_first}", "expected a number of tokens, from 0 on")
+    # Rounded as a horizon is, since a ramp that starts at 0.4 starts with no token.
+    if term.first_tokens is not None and as_ramp(as_ramp(term.first_tokens).lowest).whole(0) <= term.skip_first:
+        _refuse(
+            term,
+            f"first_tokens {term.first_tokens} with skip_first {term.skip_first}",
+            "the horizon must lie beyond the tokens that are skipped, or nothing is trained",
+        )
+    if term.disagreement_weight is not None and not term.disagreement_weight > 1.0:
+        _refuse(term, f"disagreement_weight {term.disagreement_weight}", "expected a weight above 1")
+    if term.teacher_entropy is not None and (term.teacher == LABEL or term.teacher_entropy < 0.0):
+        _refuse(
+            term,
+            f"teacher_entropy {term.teacher_entropy} with teacher '{term.teacher}'",
+            "expected a threshold in nats, from 0 on, for a model's entropy",
+        )

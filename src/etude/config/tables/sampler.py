@@ -1,0 +1,120 @@
+"""`[sampler]`: axis 1, who writes the rows of a round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal, Self, cast
+
+from pydantic import Field, model_validator
+
+from etude.axes.names import Source
+from etude.axes.schedules import Ramp, as_ramp
+from etude.config.noun import Many, Noun, OnlyWhen
+from etude.config.tables.models import Precision
+from etude.config.tables.ramp import RampConfig, ramp_of
+
+_OF_MIXTURE = OnlyWhen("student_fraction is below 1", lambda sampler: sampler.fraction.lowest < 1)
+
+
+class SamplerConfig(Noun):
+    """`[sampler]`: who writes the rows that are trained on, and how."""
+
+    student_fraction: float | RampConfig = Field(
+        default=1.0,
+        description="Probability that the student writes a row: a number, or a table that moves with the step. 1: "
+        "on-policy, best in GKD.",
+    )
+    other: Annotated[
+        Literal[Source.DATASET, Source.TEACHER] | None,
+        replace(_OF_MIXTURE, default=Source.DATASET),
+    ] = Field(
+        default=None,
+        description='Where the remaining rows come from: the "dataset"\'s own completions, or the "teacher".',
+    )
+    mix: Annotated[Literal["row", "batch"], _OF_MIXTURE] = Field(
+        default="row", description="A coin for each row, or one for all rows of a round, as published for GKD."
+    )
+    teacher_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Student and teacher write together: each token is the teacher's with this probability, 0.2 in "
+        "MiniLLM (2023). Left out: the student writes alone.",
+    )
+    teacher_top_k: int | None = Field(
+        default=None,
+        ge=1,
+        description="Student and teacher write together: the teacher replaces what is not among its own likeliest k, "
+        "25 in SKD (2024). Left out: the student writes alone.",
+    )
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="Of sampling only; loss.temperature is separate. 1: the student's own distribution.",
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample from the likeliest tokens of this total probability. 1: all."
+    )
+    top_k: int = Field(default=0, ge=0, description="Sample from this many likeliest tokens. 0: all.")
+    max_new_tokens: int = Field(
+        default=256, ge=1, description="Longest completion, in tokens; longer ones are cut there."
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, description="Completions of each prompt in a round.")
+    dtype: Precision = Field(
+        default="auto",
+        description="Of the copy that writes; the gap to the student's log-probs is measured. auto: compute_dtype.",
+    )
+    rows_per_batch: int = Field(
+        default=64, ge=1, description="Rows written side by side; sets memory, and the result only by rounding."
+    )
+    stop: Many[str] = Field(
+        default=(), description="Tokens that end a completion, beside the tokenizer's and the model's own."
+    )
+
+    @property
+    def writers(self) -> frozenset[Source]:
+        """Who may write a row of a round."""
+        writers = {Source.STUDENT} if self.fraction.highest > 0 else set[Source]()
+        return frozenset(writers | {self.other} if self.other else writers)
+
+    @property
+    def fraction(self) -> Ramp:
+        """The student's share of the rows."""
+        return as_ramp(cast("float | Ramp", ramp_of(self.student_fraction)))
+
+    @property
+    def joint(self) -> bool:
+        """Whether the teacher has a hand in the student's rows."""
+        return self.teacher_share is not None or self.teacher_top_k is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not 0 <= self.fraction.lowest <= self.fraction.highest <= 1:
+            raise ValueError(
+                f"student_fraction goes from {self.fraction.lowest} to {self.fraction.highest}; it is a probability, "
+                "between 0 and 1"
+            )
+        if self.joint:
+            self._check_joint()
+        if self.fraction.highest == 0 and self.other is Source.DATASET and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt} only repeats rows that all come from the dataset; "
+                "remove it or raise student_fraction"
+            )
+        return self
+
+    def _check_joint(self) -> None:
+        if self.teacher_share is not None and self.teacher_top_k is not None:
+            raise ValueError(
+                f"teacher_share = {self.teacher_share} and teacher_top_k = {self.teacher_top_k} are two ways to write "
+                "together; remove one"
+            )
+        if self.top_p < 1 or self.top_k > 0:
+            raise ValueError(
+                f"top_p = {self.top_p} and top_k = {self.top_k} cut what student and teacher write with together; "
+                "write top_p = 1 and top_k = 0"
+            )
+        if self.fraction.highest == 0:
+            raise ValueError(
+                "teacher_share and teacher_top_k are about the student's rows and it writes none; remove it"
+            )

@@ -1,0 +1,280 @@
+"""Masks, weights and advantages of a round against values made by hand, however its rows lie on the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.axes.names import Baseline, Divergence, Estimator, FinishReason, Importance, Reduction, Source, Support
+from etude.core.advantages import prepare
+from etude.core.records import Prompt, Rollout, Scored, Scores, as_ids
+from etude.core.term import Term
+from etude.errors import RecordError
+
+WORKED = [0.0, 2 * math.log(2), -math.log(2)]  # c of the worked example: q = .5, .4, .3 and p = .5, .1, .6
+
+
+def policy(name: str = "policy", **term: object) -> Term:
+    return Term(name, support=Support.SAMPLED, estimator=Estimator.POLICY_GRADIENT, **term)
+
+
+def row_of(
+    log_ratios: Sequence[float],
+    *,
+    row: int = 0,
+    source: Source = Source.STUDENT,
+    written: Sequence[bool] | None = None,
+    reason: FinishReason = FinishReason.STOP,
+) -> Scored:
+    """A row whose tokens have these log-ratios c."""
+    c = torch.tensor(log_ratios)
+    rollout = Rollout(
+        Prompt(as_ids([1]), row=row),
+        as_ids([3] * len(c)),
+        source,
+        reason,
+        version=0,
+        behaviour_logprobs=-torch.ones(len(c)),
+        written=None if written is None else torch.tensor(written),
+    )
+    marks = Scores("teacher", sampled_logprobs=-1.0 - c)
+    return Scored(rollout, {"teacher": marks}, student_logprobs=-torch.ones(len(c)))
+
+
+def alone(sums: Tensor) -> Tensor:
+    return sums
+
+
+def prepared(terms: Term | Sequence[Term], rows: Sequence[Scored], step: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Weights and advantages [J, C] of each row."""
+    terms = [terms] if isinstance(terms, Term) else terms
+    found = list[tuple[Tensor, Tensor]]()
+    for row in prepare(terms, rows, step=step, total=alone):
+        assert row.weights is not None
+        assert row.advantages is not None
+        found.append((row.weights, row.advantages))
+    return found
+
+
+def trained(term: Term, rows: Sequence[Scored], step: int = 0) -> list[float]:
+    """Advantages of the trained tokens, all rows in a line."""
+    return [x for weights, values in prepared(term, rows, step) for x in values[0][weights[0] != 0].tolist()]
+
+
+def near(expected: Sequence[float]) -> object:
+    return pytest.approx(list(expected), abs=1e-6)
+
+
+# One row ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        (policy(), [0.0, -1.386294, 0.693147]),
+        (policy(discount=0.5), [-0.519860, -1.039721, 0.693147]),
+        (policy(discount=1.0), [-0.693147, -0.693147, 0.693147]),
+        (policy(discount=1.0, length_normalise=True), [-0.231049, -0.346574, 0.693147]),
+        (policy(discount=1.0, advantage_clip=0.5), [-0.5, -0.5, 0.5]),
+        (policy(disagreement_weight=1.5), [0.0, 1.5 * -1.386294, 1.166667 * 0.693147]),
+        (
+            policy(advantage_clip=1.0, disagreement_weight=1.5),
+            [0.0, -1.5, 1.166667 * 0.693147],
+        ),  # clipped, then weighed
+        (policy(baseline=Baseline.BATCH), [0.231049, -1.155245, 0.924196]),  # mean -ln 2 / 3
+        (policy(baseline=Baseline.STATE_KL), [0.0, -1.386294, 0.693147]),  # added where the logits are
+        (policy(baseline=Baseline.STATE_KL, advantage_clip=0.5), [0.0, -1.386294, 0.693147]),  # and clipped there
+        (Term(support=Support.SAMPLED), [0.0, 0.0, 0.0]),
+    ],
+)
+def test_the_worked_example(term: Term, expected: list[float]) -> None:
+    assert trained(term, [row_of(WORKED)]) == near(expected)
+
+
+def test_advantages_carry_no_gradient() -> None:
+    row = row_of(WORKED)
+    assert row.student_logprobs is not None
+    row.student_logprobs.requires_grad_()
+    for term in (policy(), policy(whiten=True, disagreement_weight=1.5), policy(baseline=Baseline.BATCH, discount=1.0)):
+        assert not prepared(term, [row])[0][1].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("term", "step", "mask"),
+    [
+        (Term(), 0, [1, 1, 1]),
+        (Term(skip_first=1), 0, [0, 1, 1]),
+        (Term(first_tokens=2), 7, [1, 1, 0]),
+        (Term(skip_first=1, first_tokens=2), 0, [0, 1, 0]),
+        (Term(skip_first=5), 0, [0, 0, 0]),
+        (Term(sources={Source.DATASET}), 0, [0, 0, 0]),
+        (Term(train_truncated=False), 0, [0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("reduction", Reduction)
+def test_weights(term: Term, step: int, mask: list[int], reduction: Reduction) -> None:
+    term = Term(
+        skip_first=term.skip_first,
+        first_tokens=term.first_tokens,
+        sources=term.sources,
+        train_truncated=term.train_truncated,
+        reduction=reduction,
+    )
+    ((weights, _),) = prepared(term, [row_of(WORKED, reason=FinishReason.LENGTH)], step)
+    divisor = max(sum(mask), 1) if reduction is Reduction.SEQUENCE_MEAN else 1
+    assert weights[0].tolist() == near([value / divisor for value in mask])
+
+
+# Provenance ---------------------------------------------------------------------------------------------------------
+
+TURNS = [True, True, False, False, True, False, True]  # three turns; a tool wrote the others
+LOSSES = [1.0, 2.0, 50.0, 60.0, 4.0, 70.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        (policy(), [-1.0, -2.0, -4.0, -8.0]),
+        (policy(discount=1.0), [-15.0, -14.0, -12.0, -8.0]),
+        (policy(discount=1.0, length_normalise=True), [-15 / 4, -14 / 3, -12 / 2, -8.0]),
+        (policy(baseline=Baseline.BATCH), [2.75, 1.75, -0.25, -4.25]),
+        (policy(disagreement_weight=2.0), [-1.0 * 2, -2.0 * (2 - 1 / 15), -4.0 * (2 - 3 / 15), -8.0 * (2 - 7 / 15)]),
+    ],
+)
+def test_a_tools_tokens_are_not_trained_not_counted_and_earn_nothing(term: Term, expected: list[float]) -> None:
+    row = row_of(LOSSES, written=TURNS)
+    ((weights, _),) = prepared(term, [row])
+    assert weights[0].tolist() == [float(own) for own in TURNS]
+    assert trained(term, [row]) == near(expected)
+
+
+def test_a_row_that_only_tools_wrote_is_idle() -> None:
+    row = row_of([1.0, 2.0], written=[False, False])
+    ((weights, advantages),) = prepared(policy(discount=1.0, whiten=True), [row])
+    assert not weights.any()
+    assert not advantages.any()
+
+
+# The round ----------------------------------------------------------------------------------------------------------
+
+LABEL = Term("gold", teacher="label", divergence=Divergence.FORWARD_KL, sources={Source.DATASET})
+ROUND = [
+    row_of([0.5, -1.0, 2.0], row=0),
+    row_of([3.0], row=1),
+    row_of([9.0, 9.0], row=2, source=Source.DATASET),
+    row_of([-0.5, 0.25, 4.0, 1.0], row=3, written=[True, False, True, True]),
+    row_of([7.0, 7.0, 7.0], row=4, reason=FinishReason.LENGTH),
+]
+OF_ROUND = [0.5, -1.0, 2.0, 3.0, -0.5, 4.0, 1.0]  # c of what a student's finished row trains
+FINISHED = {"sources": {Source.STUDENT}, "train_truncated": False}
+
+
+def test_moments_are_those_of_the_rounds_trained_tokens() -> None:
+    mean = sum(OF_ROUND) / 7
+    deviation = math.sqrt(sum((c - mean) ** 2 for c in OF_ROUND) / 7)
+    centred = trained(policy(baseline=Baseline.BATCH, **FINISHED), ROUND)
+    assert centred == near([mean - c for c in OF_ROUND])
+    whitened = trained(policy(whiten=True, **FINISHED), ROUND)
+    assert whitened == near([(mean - c) / deviation for c in OF_ROUND])
+    assert sum(whitened) == pytest.approx(0.0, abs=1e-5)
+    assert sum(x * x for x in whitened) / 7 == pytest.approx(1.0, abs=1e-5)
+
+
+def test_whitened_then_clipped_then_weighed() -> None:
+    mean = sum(OF_ROUND) / 7
+    deviation = math.sqrt(sum((c - mean) ** 2 for c in OF_ROUND) / 7)
+    expected = list[float]()
+    for sizes in (OF_ROUND[:3], OF_ROUND[3:4], OF_ROUND[4:]):
+        for t, c in enumerate(sizes):
+            used = sum(abs(x) for x in sizes[:t]) / sum(abs(x) for x in sizes)
+            expected.append(max(-0.5, min(0.5, (mean - c) / deviation)) * (1 + 0.5 * (1 - used)))
+    term = policy(whiten=True, advantage_clip=0.5, disagreement_weight=1.5, **FINISHED)
+    assert trained(term, ROUND) == near(expected)
+
+
+def test_equal_returns_say_nothing() -> None:
+    rows = [row_of([0.3, 0.3], row=0), row_of([0.3], row=1)]
+    assert trained(policy(whiten=True), rows) == [0.0, 0.0, 0.0]
+    assert trained(policy(baseline=Baseline.BATCH), rows) == near([0.0, 0.0, 0.0])
+
+
+def on_ranks(terms: Sequence[Term], ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
+    """Every rank prepares its own rows; what each hands in at its n-th call is added up over ranks."""
+    handed_in = list[list[Tensor]]()
+    for rows in ranks:
+        calls = list[Tensor]()
+
+        def record(sums: Tensor, calls: list[Tensor] = calls) -> Tensor:
+            calls.append(sums.clone())
+            return sums
+
+        prepare(terms, rows, step=0, total=record)
+        handed_in.append(calls)
+    found = list[Scored]()
+    for rows in ranks:
+        # strict: every rank takes part in every sum, or the others would wait for it for ever
+        answers = iter([torch.stack(each).sum(0) for each in zip(*handed_in, strict=True)])
+        found += prepare(terms, rows, step=0, total=lambda _, answers=answers: next(answers))
+        assert next(answers, None) is None
+    return found
+
+
+@pytest.mark.parametrize("share", range(len(ROUND) + 1))
+def test_two_ranks_have_the_moments_of_one(share: int) -> None:
+    """However the rows are split, a rank without any row included."""
+    terms = [
+        policy("plain"),
+        policy("whitened", whiten=True, **FINISHED),
+        LABEL,
+        policy("centred", baseline=Baseline.BATCH, discount=0.5, length_normalise=True, **FINISHED),
+    ]
+    found = on_ranks(terms, [ROUND[:share], ROUND[share:]])
+    for row, (weights, advantages) in zip(found, prepared(terms, ROUND), strict=True):
+        assert row.weights is not None
+        assert row.advantages is not None
+        assert torch.equal(row.weights, weights)
+        torch.testing.assert_close(row.advantages, advantages, atol=1e-6, rtol=0)
+
+
+def test_the_order_of_rows_changes_nothing() -> None:
+    terms = [policy("whitened", whiten=True), policy("centred", baseline=Baseline.BATCH, discount=1.0)]
+    turned = list(reversed(prepared(terms, list(reversed(ROUND)))))
+    for (_, found), (_, expected) in zip(turned, prepared(terms, ROUND), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("term", [policy(whiten=True), policy(baseline=Baseline.BATCH)], ids=["whiten", "batch"])
+def test_a_term_that_trains_no_row_of_the_round(term: Term) -> None:
+    """Its sums are handed in all the same, on every rank, and its advantages are zero."""
+    gold = [row_of([9.0, 9.0], row=r, source=Source.DATASET) for r in range(2)]
+    idle = policy(whiten=term.whiten, baseline=term.baseline, sources={Source.STUDENT})
+    for row in on_ranks([idle], [gold, []]):
+        assert row.weights is not None
+        assert row.advantages is not None
+        assert not row.weights.any()
+        assert not row.advantages.any()
+    assert prepare([idle], [], step=0, total=alone) == []
+
+
+# What is missing ----------------------------------------------------------------------------------------------------
+
+
+def test_a_row_that_a_term_does_not_train_needs_no_scores() -> None:
+    bare = Scored(Rollout(Prompt(as_ids([1]), row=0), as_ids([2]), Source.DATASET, FinishReason.STOP, version=0), {})
+    ((weights, _),) = prepared(policy(whiten=True, sources={Source.STUDENT}), [bare])
+    assert not weights.any()
+    with pytest.raises(RecordError, match=r"needs the log-probabilities of student and teacher .* the row has scores"):
+        prepared(policy(), [bare])
+
+
+@pytest.mark.parametrize("importance", [Importance.TRUNCATED, Importance.MASKED])
+def test_a_ratio_needs_what_the_sampler_recorded(importance: Importance) -> None:
+    row = row_of([1.0])
+    bare = Rollout(row.rollout.prompt, row.rollout.completion_ids, Source.STUDENT, FinishReason.STOP, version=0)
+    unsure = Scored(bare, row.scores, student_logprobs=row.student_logprobs)
+    with pytest.raises(RecordError, match="weighs row 0 by student / behaviour, and the row carries no"):
+        prepared(policy(importance=importance, bounds=(0.5, 2.0)), [unsure])

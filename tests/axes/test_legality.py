@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from etude.axes.legality import RULES, Point, Sampling, judge, require_legal
-from etude.axes.names import LABEL, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
+from etude.axes.names import LABEL, REWARD, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
 from etude.core.objective import Objective, Term
 from etude.errors import LegalityError
 
@@ -78,7 +78,27 @@ def every_point() -> list[Point]:
         for discount in (0.0, 0.5, 1.0)
         for shaped in (True, False)
     ]
-    return [*alike, *detached, *kept, *differentiated, *rewards]
+    judged = [
+        Point(
+            reward=True,
+            support=support,
+            divergence=divergence,
+            estimator=estimator,
+            importance=importance,
+            discount=discount,
+            shaped=shaped,
+            tail=Tail.BUCKET if support is Support.TOP_K else None,
+            sampling=sampling,
+        )
+        for support in Support
+        for divergence in (Divergence.REVERSE_KL, Divergence.JSD)
+        for estimator in Estimator
+        for importance in Importance
+        for discount in (0.0, 0.5, 1.0)
+        for shaped in (True, False)
+        for sampling in samplings
+    ]
+    return [*alike, *detached, *kept, *differentiated, *rewards, *judged]
 
 
 def test_every_combination_ends_in_a_rule_and_every_rule_is_reached() -> None:
@@ -114,6 +134,7 @@ SAMPLED = Point(support=Support.SAMPLED)
 GRADIENT = replace(SAMPLED, estimator=POLICY)
 TOP_K = Point(support=Support.TOP_K, tail=Tail.BUCKET)
 TAIL = replace(TOP_K, tail=Tail.SAMPLED)
+JUDGED = replace(GRADIENT, reward=True, discount=1.0)
 GOLD = Point(label=True, divergence=Divergence.FORWARD_KL, sampling=Sampling(frozenset({DATASET})))
 
 
@@ -132,6 +153,16 @@ def written(point: Point, **sampling: object) -> Point:
         (written(GOLD, rows=frozenset({STUDENT, DATASET})), "label-own-rows"),
         (written(GOLD, rows=frozenset({STUDENT}), steps_per_round=4), "label-own-rows"),
         (replace(GOLD, support=Support.TOP_K, tail=Tail.BUCKET), "label-support"),
+        (replace(JUDGED, divergence=Divergence.JSD), "reward-divergence"),
+        (replace(JUDGED, support=Support.FULL), "reward-support"),
+        (replace(JUDGED, support=Support.TOP_K, tail=Tail.BUCKET), "reward-support"),
+        (replace(JUDGED, estimator=Estimator.ANALYTIC), "reward-estimator"),
+        (replace(JUDGED, discount=0.0), "reward-last-token"),
+        (written(JUDGED, rows=frozenset({STUDENT, DATASET})), "sampled-rows"),
+        (written(JUDGED, top_p=0.95), "truncated-sampling"),
+        (written(JUDGED, temperature=0.7), "uncorrected-temperature"),
+        (written(JUDGED, joint=True), "uncorrected-joint"),
+        (written(JUDGED, steps_per_round=2), "uncorrected-steps"),
         (Point(estimator=POLICY), "state-value-advantage"),
         (replace(TOP_K, estimator=POLICY), "state-value-advantage"),
         (replace(TAIL, estimator=POLICY), "state-value-advantage"),
@@ -211,6 +242,13 @@ RATIO = replace(GRADIENT, importance=Importance.RATIO)
         (replace(GRADIENT, shaped=True, discount=0.5), "shaped-advantages", "surrogate"),
         (replace(written(RATIO, temperature=0.7), discount=1.0), "token-ratio-of-returns", "surrogate"),
         (replace(written(RATIO, joint=True), discount=1.0), "token-ratio-of-returns", "surrogate"),
+        (JUDGED, "reward", "exact"),
+        (replace(JUDGED, importance=Importance.RATIO), "reward", "exact"),
+        (replace(JUDGED, shaped=True), "shaped-advantages", "surrogate"),
+        (replace(JUDGED, importance=Importance.PPO_CLIP), "ppo-clip", "surrogate"),
+        (replace(JUDGED, discount=0.5), "discounted", "surrogate"),
+        (written(replace(RATIO, reward=True, discount=1.0), temperature=0.7), "token-ratio-of-returns", "surrogate"),
+        (written(replace(RATIO, reward=True, discount=1.0), steps_per_round=2), "token-ratio-of-rewards", "surrogate"),
         (written(RATIO, steps_per_round=4), "advantages-of-the-first-step", "surrogate"),
         (replace(written(RATIO, steps_per_round=4), discount=1.0), "advantages-of-the-first-step", "surrogate"),
     ],
@@ -272,6 +310,11 @@ class Written:
                 ("disagreement_weight", 1.5, True),
             )
         ),
+        (Written(teacher=REWARD, support=Support.SAMPLED, estimator=POLICY, discount=1.0), JUDGED),
+        (
+            Written(teacher=REWARD, support=Support.SAMPLED, estimator=POLICY, discount=1.0, baseline=Baseline.GROUP),
+            replace(JUDGED, shaped=True),
+        ),
     ],
 )
 def test_the_point_of_a_term(term: Written, expected: Point) -> None:
@@ -325,6 +368,20 @@ def every_term() -> Iterator[dict[str, object]]:
                             yield rewards | shape
 
 
+def every_reward_term() -> Iterator[dict[str, object]]:
+    """Those on a reward, which has neither form nor a model's log-probabilities."""
+    for divergence in (Divergence.REVERSE_KL, Divergence.TOTAL_VARIATION):
+        base = {"teacher": REWARD, "divergence": divergence}
+        for support in ({}, {"support": Support.SAMPLED}, {"support": Support.TOP_K, "top_k": 2, "tail": Tail.BUCKET}):
+            yield base | support
+            for importance, discount in itertools.product(Importance, (0.0, 0.5, 1.0)):
+                rewards = base | support | {"estimator": POLICY, "importance": importance, "discount": discount}
+                yield rewards
+                yield rewards | {"whiten": True}
+                for whiten in (True, False):
+                    yield rewards | {"baseline": Baseline.GROUP, "whiten": whiten}
+
+
 def test_objective_asks_the_same_table() -> None:
     """Every combination that a `Term` can hold: refused with the same sentence, or built with the same verdict."""
     samplings = [
@@ -334,7 +391,9 @@ def test_objective_asks_the_same_table() -> None:
         for steps in (1, 2)
     ]
     refused = built = 0
-    for axes, sources in itertools.product(every_term(), ((STUDENT,), (DATASET,), (STUDENT, DATASET))):
+    for axes, sources in itertools.product(
+        (*every_term(), *every_reward_term()), ((STUDENT,), (DATASET,), (STUDENT, DATASET))
+    ):
         divergence, importance = Divergence(axes["divergence"]), axes.get("importance")
         term = Term(
             "mine",

@@ -6,7 +6,11 @@ from etude.config.load import load_recipe, verdicts
 from etude.config.methods import METHODS
 from etude.config.plain import leaves
 
-LEAST = {"student": {"model": "s"}, "teacher": {"model": "t"}, "data": {"prompts": "/p.jsonl"}}
+LEAST = {
+    "student": {"model": "s"},
+    "teacher": {"model": "t"},
+    "data": {"prompts": "/p.jsonl", "verifier": "exact"},
+}
 
 
 @pytest.mark.parametrize("name", METHODS)

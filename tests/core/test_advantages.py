@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor
 
-from etude.axes.names import Baseline, Divergence, Estimator, FinishReason, Importance, Reduction, Source, Support
+from etude.axes.names import (
+    REWARD,
+    Baseline,
+    Divergence,
+    Estimator,
+    FinishReason,
+    Importance,
+    Reduction,
+    Source,
+    Support,
+)
 from etude.core.advantages import prepare
+from etude.core.estimators import group_advantages
 from etude.core.records import Prompt, Rollout, Scored, Scores, as_ids
 from etude.core.term import Term
 from etude.errors import RecordError
@@ -29,11 +41,13 @@ def row_of(
     source: Source = Source.STUDENT,
     written: Sequence[bool] | None = None,
     reason: FinishReason = FinishReason.STOP,
+    group: int | None = None,
+    reward: float | None = None,
 ) -> Scored:
     """A row whose tokens have these log-ratios c."""
     c = torch.tensor(log_ratios)
     rollout = Rollout(
-        Prompt(as_ids([1]), row=row),
+        Prompt(as_ids([1]), row=row, group=group),
         as_ids([3] * len(c)),
         source,
         reason,
@@ -42,7 +56,7 @@ def row_of(
         written=None if written is None else torch.tensor(written),
     )
     marks = Scores("teacher", sampled_logprobs=-1.0 - c)
-    return Scored(rollout, {"teacher": marks}, student_logprobs=-torch.ones(len(c)))
+    return Scored(rollout, {"teacher": marks}, student_logprobs=-torch.ones(len(c)), reward=reward)
 
 
 def alone(sums: Tensor) -> Tensor:
@@ -202,25 +216,32 @@ def test_equal_returns_say_nothing() -> None:
     assert trained(policy(baseline=Baseline.BATCH), rows) == near([0.0, 0.0, 0.0])
 
 
+class Waits(Exception):
+    """A rank has handed in its sums and waits for the others."""
+
+
 def on_ranks(terms: Sequence[Term], ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
     """Every rank prepares its own rows; what each hands in at its n-th call is added up over ranks."""
-    handed_in = list[list[Tensor]]()
-    for rows in ranks:
-        calls = list[Tensor]()
+    answers = list[Tensor]()
+    while True:
+        handed_in, done = list[Tensor](), list[list[Scored]]()
+        for rows in ranks:
+            known = iter(answers)
 
-        def record(sums: Tensor, calls: list[Tensor] = calls) -> Tensor:
-            calls.append(sums.clone())
-            return sums
+            def total(sums: Tensor, known: Iterator[Tensor] = known, handed_in: list[Tensor] = handed_in) -> Tensor:
+                answer = next(known, None)
+                if answer is None:
+                    handed_in.append(sums.clone())
+                    raise Waits
+                return answer
 
-        prepare(terms, rows, step=0, total=record)
-        handed_in.append(calls)
-    found = list[Scored]()
-    for rows in ranks:
-        # strict: every rank takes part in every sum, or the others would wait for it for ever
-        answers = iter([torch.stack(each).sum(0) for each in zip(*handed_in, strict=True)])
-        found += prepare(terms, rows, step=0, total=lambda _, answers=answers: next(answers))
-        assert next(answers, None) is None
-    return found
+            with suppress(Waits):
+                done.append(prepare(terms, rows, step=0, total=total))
+        # Every rank takes part in every sum, or the others would wait for it for ever.
+        assert len(handed_in) in (0, len(ranks))
+        if done:
+            return [row for rows in done for row in rows]
+        answers.append(torch.stack(handed_in).sum(0))
 
 
 @pytest.mark.parametrize("share", range(len(ROUND) + 1))
@@ -278,3 +299,125 @@ def test_a_ratio_needs_what_the_sampler_recorded(importance: Importance) -> None
     unsure = Scored(bare, row.scores, student_logprobs=row.student_logprobs)
     with pytest.raises(RecordError, match="weighs row 0 by student / behaviour, and the row carries no"):
         prepared(policy(importance=importance, bounds=(0.5, 2.0)), [unsure])
+
+
+# Rewards ------------------------------------------------------------------------------------------------------------
+
+
+def judged(name: str = REWARD, **term: object) -> Term:
+    return policy(name, **{"teacher": REWARD, "discount": 1.0} | term)
+
+
+GROUPS = [  # two questions of three and two answers, and rows that are not the student's
+    row_of([0.5, -1.0], row=0, group=0, reward=1.0),
+    row_of([3.0], row=1, group=0, reward=0.0),
+    row_of([2.0, 2.0, 2.0], row=2, group=0, reward=0.5),
+    row_of([1.0], row=3, group=5, reward=-2.0),
+    row_of([1.0, 4.0], row=4, group=5, reward=4.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        (judged(), [1.0, 1.0, 0.0, 0.5, 0.5, 0.5, -2.0, 4.0, 4.0]),
+        (judged(discount=0.5), [0.5, 1.0, 0.0, 0.125, 0.25, 0.5, -2.0, 2.0, 4.0]),
+        (judged(baseline=Baseline.GROUP), [0.5, 0.5, -0.5, 0.0, 0.0, 0.0, -3.0, 3.0, 3.0]),
+        (judged(baseline=Baseline.GROUP, discount=0.5), [0.25, 0.5, -0.5, 0.0, 0.0, 0.0, -3.0, 1.5, 3.0]),
+        # deviations 1/2 and sqrt 18, of the sample
+        (
+            judged(baseline=Baseline.GROUP, whiten=True),
+            [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, -(0.5**0.5), 0.5**0.5, 0.5**0.5],
+        ),
+        (judged(baseline=Baseline.GROUP, advantage_clip=0.4), [0.4, 0.4, -0.4, 0.0, 0.0, 0.0, -0.4, 0.4, 0.4]),
+        # mean over the trained tokens, 9 / 9
+        (judged(baseline=Baseline.BATCH), [0.0, 0.0, -1.0, -0.5, -0.5, -0.5, -3.0, 3.0, 3.0]),
+        (judged(length_normalise=True), [0.5, 1.0, 0.0, 0.5 / 3, 0.25, 0.5, -2.0, 2.0, 4.0]),
+    ],
+)
+def test_rewards(term: Term, expected: list[float]) -> None:
+    assert trained(term, GROUPS) == near(expected)
+
+
+def test_every_trained_token_has_its_rows_reward_and_a_tools_has_none() -> None:
+    row = row_of(LOSSES, written=TURNS, reward=3.0)
+    assert trained(judged(), [row]) == near([3.0] * 4)
+    assert trained(judged(discount=0.5), [row]) == near([3 / 64, 3 / 32, 3 / 4, 3.0])
+    assert trained(judged(discount=0.5), [row_of([1.0, 9.0], written=[True, False], reward=3.0)]) == near([1.5])
+    assert trained(judged(first_tokens=2), [row_of([1.0] * 4, reward=3.0)]) == near([3.0, 3.0])
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_group_is_that_of_the_formula(normalise: bool) -> None:
+    rewards = torch.tensor([0.3, 0.1, 0.9, 0.3, 7.0])
+    rows = [row_of([1.0], row=r, group=2, reward=reward.item()) for r, reward in enumerate(rewards)]
+    found = trained(judged(baseline=Baseline.GROUP, whiten=normalise), rows)
+    assert found == near(group_advantages(rewards, normalise=normalise).tolist())
+
+
+def test_equal_rewards_say_nothing() -> None:
+    rows = [row_of([1.0, 1.0], row=r, group=0, reward=0.1) for r in range(3)]
+    assert trained(judged(baseline=Baseline.GROUP, whiten=True), rows) == [0.0] * 6
+    assert trained(judged(baseline=Baseline.GROUP), rows) == near([0.0] * 6)
+
+
+def test_only_rows_that_are_trained_are_compared() -> None:
+    """A cut row and one from the dataset: neither trained nor in the mean, and a row left alone is as good as it."""
+    others = [
+        row_of([1.0], row=5, group=0, reward=90.0, reason=FinishReason.LENGTH),
+        row_of([1.0], row=6, group=5, reward=-90.0, source=Source.DATASET),
+        row_of([1.0], row=7, group=7, reward=6.0),
+        row_of([1.0], row=8, group=7, reward=2.0, reason=FinishReason.LENGTH),
+    ]
+    term = judged(baseline=Baseline.GROUP, **FINISHED)
+    assert trained(term, [*GROUPS, *others]) == near([0.5, 0.5, -0.5, 0.0, 0.0, 0.0, -3.0, 3.0, 3.0, 0.0])
+    whitened = judged(baseline=Baseline.GROUP, whiten=True, **FINISHED)
+    assert trained(whitened, [*GROUPS, *others])[-1] == 0.0
+
+
+BESIDE = [
+    policy("kl"),
+    judged("whitened", baseline=Baseline.GROUP, whiten=True),
+    policy("kl_whitened", whiten=True),
+    judged("grouped", baseline=Baseline.GROUP, discount=0.5),
+    judged("centred", baseline=Baseline.BATCH),
+]
+
+
+@pytest.mark.parametrize("share", range(len(GROUPS) + 1))
+def test_two_ranks_have_the_groups_of_one(share: int) -> None:
+    """However the rows are dealt, a rank without any row included, and with a group that lies on both."""
+    for ranks in ([GROUPS[:share], GROUPS[share:]], [GROUPS[::2], GROUPS[1::2]]):
+        found = {row.rollout.prompt.row: row.advantages for row in on_ranks(BESIDE, ranks)}
+        for row, (_, advantages) in zip(GROUPS, prepared(BESIDE, GROUPS), strict=True):
+            torch.testing.assert_close(found[row.rollout.prompt.row], advantages, atol=1e-6, rtol=0)
+
+
+def test_a_reward_is_whitened_before_any_divergence_is_added() -> None:
+    """Two right answers say nothing, whatever a divergence beside them says, which keeps its size."""
+    rows = [row_of([c], row=r, group=0, reward=1.0) for r, c in enumerate([0.01, -0.01])]
+    for whitened in (judged(baseline=Baseline.GROUP, whiten=True), judged(whiten=True)):
+        found = [values for _, values in prepared([whitened, policy("kl")], rows)]
+        assert [values[0].tolist() for values in found] == [[0.0], [0.0]]
+        assert [values[1].item() for values in found] == near([-0.01, 0.01])
+
+
+def test_a_question_with_one_row_has_nobody_to_be_compared_with() -> None:
+    lone = row_of([1.0], row=9, reward=1.0)  # its own group, 9
+    for ranks in ([[*GROUPS, lone], []], [GROUPS, [lone]]):
+        with pytest.raises(RecordError, match="question 9 of the round has one row; expected at least two"):
+            on_ranks([judged(baseline=Baseline.GROUP)], ranks)
+
+
+def test_a_trained_row_needs_a_reward() -> None:
+    rows = [row_of([1.0], source=Source.DATASET), row_of([1.0], row=1, reward=1.0)]
+    assert trained(judged(sources={Source.STUDENT}), rows) == [1.0]
+    with pytest.raises(RecordError, match="trains row 0 by its reward, and the row has none"):
+        prepared(judged(), rows)
+
+
+def test_a_reward_asks_for_no_model() -> None:
+    bare = Rollout(Prompt(as_ids([1]), row=0), as_ids([2, 3]), Source.STUDENT, FinishReason.STOP, version=0)
+    assert trained(judged(), [Scored(bare, {}, reward=2.0)]) == [2.0, 2.0]
+    with pytest.raises(RecordError, match="weighs row 0 by student / behaviour, and the row carries no"):
+        prepared(judged(importance=Importance.RATIO), [Scored(bare, {}, reward=2.0)])

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from etude.axes.legality import RULES, Rule, Sampling
 from etude.axes.names import (
+    REWARD,
     Baseline,
     Divergence,
     Estimator,
@@ -64,6 +65,9 @@ def probabilities(behaviour_logprobs_YC: Tensor) -> Tensor:
 
 
 OWN = token_logprobs(STUDENT)
+REWARDS = torch.randn(len(COMPLETIONS), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+SINGLES = [(y,) for y in range(len(COMPLETIONS))]
+PAIRS = list(itertools.product(range(len(COMPLETIONS)), repeat=2))
 
 
 class Unjudged(Objective):
@@ -82,18 +86,21 @@ def expected_gradient(
     source: Source = Source.STUDENT,
     written: Tensor | None = None,
     step: int = 0,
+    groups: Sequence[tuple[int, ...]] = SINGLES,
 ) -> Tensor:
     """[13, 3] of the objective's one term, summed over tokens, on the student's logits.
 
     `behaviour` [27, 3] are the log-probabilities under whoever wrote; `first_step` the student's logits when advantages
-    were made; `advantages` [27, 3] replaces them; `written` [3] says which tokens were not a tool's.
+    were made; `advantages` [27, 3] replaces them; `written` [3] says which tokens were not a tool's; `groups` are
+    completions of one question, every row weighted with the probability that all of its group are written.
     """
     before, teacher = token_logprobs(first_step, objective.temperature), token_logprobs(TEACHER, objective.temperature)
     rows = list[Scored]()
-    for y, completion in enumerate(COMPLETIONS):
+    answers = [(number, y) for number, group in enumerate(groups) for y in group]
+    for row, (number, y) in enumerate(answers):
         rollout = Rollout(
-            Prompt(as_ids([0]), row=y),
-            as_ids(list(completion)),
+            Prompt(as_ids([0]), row=row, group=number),
+            as_ids(list(COMPLETIONS[y])),
             source,
             FinishReason.LENGTH,
             version=0,
@@ -103,17 +110,19 @@ def expected_gradient(
         marks = Scores(
             "teacher", sampled_logprobs=teacher[y], hidden=functional.one_hot(STATES_YC[y], len(PREFIXES)).double()
         )
-        rows.append(Scored(rollout, {"teacher": marks}, student_logprobs=before[y]))
+        rows.append(Scored(rollout, {"teacher": marks}, student_logprobs=before[y], reward=REWARDS[y].item()))
     prepared = objective.prepare(rows, step=step)
     weighted = list[Scored]()
-    for y, row in enumerate(prepared):
+    for (number, y), row in zip(answers, prepared, strict=True):
         assert row.weights is not None
-        weighted.append(row.with_prepared(weights=row.weights * probabilities(behaviour)[y]))
+        likely = probabilities(behaviour)[list(groups[number])].prod()
+        weighted.append(row.with_prepared(weights=row.weights * likely))
         if advantages is not None:
             weighted[-1] = weighted[-1].with_prepared(advantages=advantages[y : y + 1])
     batch = collate(weighted)
     width = batch.token_ids_BT.shape[1]  # prompts are one token long, so a token is predicted from its own offset
-    states_N = STATES_YC[batch.predicted_from_N // width, batch.predicted_from_N % width]
+    states_RC = STATES_YC[[y for _, y in answers]]
+    states_N = states_RC[batch.predicted_from_N // width, batch.predicted_from_N % width]
     table = STUDENT.T.clone().requires_grad_()
     loss, _ = objective.sum(
         functional.one_hot(states_N, len(PREFIXES)).double(),
@@ -354,6 +363,23 @@ def test_label_is_the_cross_entropy_of_what_was_written(writer: Source) -> None:
     assert same(expected_gradient(objective, behaviour, source=writer), expected)
 
 
+JUDGED = POLICY | {"teacher": REWARD, "discount": 1.0}
+
+
+def of_expected_reward(temperature: float = 1.0) -> Tensor:
+    """Gradient of minus the expected reward, all completions written by the student that is differentiated."""
+    return gradient_of(lambda student: -(token_logprobs(student, temperature).sum(-1).exp() * REWARDS).sum())
+
+
+@pytest.mark.parametrize("importance", [Importance.NONE, Importance.RATIO])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_reward_has_the_gradient_of_its_expectation(importance: Importance, temperature: float) -> None:
+    objective = legal("exact", Sampling(temperature=temperature), temperature, **JUDGED, importance=importance)
+    found = expected_gradient(objective, token_logprobs(STUDENT, temperature))
+    assert found.abs().max() > 0.05
+    assert same(found, of_expected_reward(temperature))
+
+
 # Surrogates: each equals its own closed form ------------------------------------------------------------------------
 
 
@@ -475,6 +501,83 @@ def test_disagreement_weight() -> None:
             weights[y, t] = 1 + 0.5 * (1 - sum(sizes[:t]) / sum(sizes))
     assert same(found, weighted_scores(weights * LOG_RATIOS))
     assert not same(found, REVERSE)
+
+
+def of_advantages(advantages_Y: Tensor, discount: float = 1.0) -> Tensor:
+    """Every token of a completion answers for its number, discounted by the tokens to the end."""
+    to_the_end = torch.arange(LENGTH - 1, -1, -1, dtype=torch.float64)
+    return weighted_scores(-advantages_Y[:, None] * discount**to_the_end)
+
+
+def test_a_reward_off_the_rounds_mean() -> None:
+    found = expected_gradient(legal("surrogate", **JUDGED, baseline=Baseline.BATCH))
+    assert same(found, of_advantages(REWARDS - REWARDS.mean()))
+    assert same(found, of_expected_reward())  # whatever the constant
+    whitened = expected_gradient(legal("surrogate", **JUDGED, whiten=True))
+    assert same(whitened * REWARDS.std(correction=0), of_expected_reward())
+    assert not same(whitened, of_expected_reward())
+
+
+def test_a_reward_off_its_groups_mean() -> None:
+    """Over every pair of answers: a row's own share of the mean, one half, is missing, and a pair has two rows."""
+    found = expected_gradient(legal("surrogate", **JUDGED, baseline=Baseline.GROUP), groups=PAIRS)
+    assert same(found, 2 * (1 - 1 / 2) * of_expected_reward())
+
+
+def test_a_groups_whitened_rewards() -> None:
+    """Of two different rewards one is sqrt(1/2) above the mean and the other as much below, whatever their size."""
+    found = expected_gradient(legal("surrogate", **JUDGED, baseline=Baseline.GROUP, whiten=True), groups=PAIRS)
+    sign_YZ = (REWARDS[:, None] - REWARDS).sign()
+    assert same(found, of_advantages(2 * 0.5**0.5 * (sign_YZ * probabilities(OWN)).sum(-1)))
+    assert not same(found, of_expected_reward())
+
+
+@pytest.mark.parametrize("baseline", [Baseline.NONE, Baseline.GROUP])
+def test_a_discounted_reward(baseline: Baseline) -> None:
+    objective = legal("surrogate", **JUDGED | {"discount": 0.5}, baseline=baseline)
+    found = expected_gradient(objective, groups=PAIRS if baseline is Baseline.GROUP else SINGLES)
+    rewards = REWARDS
+    if baseline is Baseline.GROUP:  # the mean is taken off the reward, and what is left is discounted
+        rewards = REWARDS - (REWARDS * probabilities(OWN)).sum()
+    assert same(found, of_advantages(rewards, 0.5))
+    assert not same(found, of_expected_reward())
+
+
+def test_a_clipped_reward() -> None:
+    found = expected_gradient(legal("surrogate", **JUDGED, advantage_clip=0.5))
+    assert (REWARDS.abs() > 0.5).any()
+    assert same(found, of_advantages(REWARDS.clamp(-0.5, 0.5)))
+
+
+def test_a_length_normalised_reward() -> None:
+    found = expected_gradient(legal("surrogate", **JUDGED, length_normalise=True))
+    remaining = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
+    assert same(found, weighted_scores(-REWARDS[:, None] / remaining))
+
+
+@pytest.mark.parametrize("importance", [Importance.PPO_CLIP, Importance.TRUNCATED, Importance.MASKED])
+def test_bounded_ratios_of_rewards(importance: Importance) -> None:
+    behaviour = token_logprobs(OLDER)
+    ratio = (OWN - behaviour).exp()
+    limits = {"clip": 0.2} if importance is Importance.PPO_CLIP else {"bounds": (0.8, 1.2)}
+    objective = legal("surrogate", **JUDGED, importance=importance, **limits)
+    weight = {
+        Importance.PPO_CLIP: torch.where(torch.where(REWARDS[:, None] > 0, ratio > 1.2, ratio < 0.8), 0.0, ratio),
+        Importance.TRUNCATED: ratio.clamp(0.8, 1.2),
+        Importance.MASKED: torch.where((ratio < 0.8) | (ratio > 1.2), 0.0, ratio),
+    }[importance]
+    assert same(expected_gradient(objective, behaviour), weighted_scores(-REWARDS[:, None] * weight, behaviour))
+    # On the student's own tokens nothing is cut, and it is the exact one.
+    assert same(expected_gradient(objective), of_expected_reward())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.5), Sampling(steps_per_round=2)])
+def test_single_token_ratio_of_rewards(sampling: Sampling) -> None:
+    behaviour = token_logprobs(OLDER) if sampling.steps_per_round > 1 else token_logprobs(STUDENT, 0.5)
+    objective = legal("surrogate", sampling, **JUDGED, importance=Importance.RATIO)
+    found = expected_gradient(objective, behaviour)
+    assert same(found, weighted_scores(-(OWN - behaviour).exp() * REWARDS[:, None], behaviour))
+    assert not same(found, of_expected_reward())
 
 
 @pytest.mark.parametrize("head_mass", [0.5, 0.8])
@@ -616,7 +719,9 @@ def test_horizon(term: dict[str, object], step: int, first: int, last: int) -> N
     expected = token_level(Divergence.REVERSE_KL, trained=trained)
     for axes in ({}, SAMPLED, POLICY, POLICY | {"baseline": Baseline.STATE_KL}):
         assert same(expected_gradient(legal("exact", **axes, **term), step=step), expected), axes
-    # A trained token answers for all that follows, beyond the horizon too.
+    # A trained token answers for the row's reward, and for all that follows, beyond the horizon too.
+    rewarded = expected_gradient(legal("exact", **JUDGED, **term), step=step)
+    assert same(rewarded, weighted_scores(trained * -REWARDS[:, None]))
     sequence = expected_gradient(legal("exact", **POLICY, discount=1.0, **term), step=step)
     assert same(sequence, weighted_scores(trained * returns_by_hand(LOG_RATIOS, 1.0)))
 
@@ -639,6 +744,18 @@ def test_what_a_tool_wrote_is_no_action_and_costs_nothing(written: list[bool]) -
 
     sequence = expected_gradient(legal("exact", **POLICY, discount=1.0), behaviour, written=own)
     assert same(sequence, gradient_of(whole))
+
+
+def test_a_reward_is_earned_by_the_students_own_tokens() -> None:
+    """The last token is a tool's: the reward comes after it, and the student's tokens answer for it."""
+    own = torch.tensor([True, True, False])
+    behaviour = torch.where(own, OWN, token_logprobs(OLDER, 0.7))
+
+    def whole(student: Tensor) -> Tensor:
+        reached = torch.where(own, token_logprobs(student), behaviour).sum(-1).exp()
+        return -(reached * REWARDS).sum()
+
+    assert same(expected_gradient(legal("exact", **JUDGED), behaviour, written=own), gradient_of(whole))
 
 
 def test_moments_of_the_round_leave_a_tool_out() -> None:
@@ -728,6 +845,35 @@ def entropy(student: Tensor) -> Tensor:
 
 def label_own_rows() -> None:
     assert is_zero(expected_gradient(unjudged(teacher="label", divergence=Divergence.FORWARD_KL)))
+
+
+def reward_divergence() -> None:
+    """Whatever it is called, nothing is measured."""
+    for name, parameter in NOT_REVERSE:
+        assert same(expected_gradient(unjudged(**JUDGED, divergence=name, **parameter)), of_expected_reward())
+
+
+def reward_support() -> None:
+    """The vocabulary is not looked at: the gradient is that of the drawn tokens. Were the row's number every id's, a
+    state's sum over ids would be that number, whatever the student does."""
+    assert same(expected_gradient(unjudged(**JUDGED | {"support": Support.FULL})), of_expected_reward())
+
+    def spread(student: Tensor) -> Tensor:
+        values_YC = (student.softmax(-1)[STATES_YC] * REWARDS[:, None, None]).sum(-1)
+        return -(probabilities(OWN)[:, None] * values_YC).sum()
+
+    assert is_zero(gradient_of(spread))
+
+
+def reward_estimator() -> None:
+    assert is_zero(expected_gradient(unjudged(**SAMPLED, teacher=REWARD)))
+
+
+def reward_last_token() -> None:
+    found = expected_gradient(unjudged(**JUDGED | {"discount": 0.0}))
+    last = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    assert same(found, weighted_scores(-REWARDS[:, None] * last))
+    assert not same(found, of_expected_reward())
 
 
 def state_value_advantage() -> None:
@@ -842,6 +988,10 @@ DEMONSTRATIONS: Sequence[Callable[[], None]] = (
     label_support,
     label_estimator,
     label_own_rows,
+    reward_divergence,
+    reward_support,
+    reward_estimator,
+    reward_last_token,
     state_value_advantage,
     renormalised_one,
     sampled_tail_divergence,

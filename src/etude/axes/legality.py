@@ -29,7 +29,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from etude.axes.names import LABEL, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
+from etude.axes.names import LABEL, REWARD, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
 from etude.errors import LegalityError
 
 Kind = Literal["exact", "surrogate", "refused"]
@@ -89,6 +89,7 @@ class Point:
     """One term and the sampler it meets, as far as the expected gradient depends on them."""
 
     label: bool = False  # the teacher is the one-hot label (the row's own ids)
+    reward: bool = False  # the teacher is a verifier's number for the whole row
     support: Support = Support.FULL
     divergence: Divergence = Divergence.REVERSE_KL
     estimator: Estimator = Estimator.ANALYTIC
@@ -107,6 +108,7 @@ class Point:
         """The point of a term (from a recipe or built by hand) under a sampler."""
         return cls(
             label=term.teacher == LABEL,
+            reward=term.teacher == REWARD,
             support=term.support,
             divergence=term.divergence,
             estimator=term.estimator,
@@ -118,7 +120,7 @@ class Point:
             detached=term.detach_mixture or term.divergence is Divergence.ADAPTIVE_KL,
             shaped=term.length_normalise
             or term.whiten
-            or term.baseline is Baseline.BATCH
+            or term.baseline in (Baseline.BATCH, Baseline.GROUP)
             or term.advantage_clip is not None
             or term.disagreement_weight is not None,
             loss_temperature=loss_temperature,
@@ -129,7 +131,7 @@ class Point:
     def axes(self) -> Mapping[str, str]:
         """The point in the table's words."""
         return {
-            "teacher": "label" if self.label else "model",
+            "teacher": "label" if self.label else "reward" if self.reward else "model",
             "support": self.support,
             "tail": (self.tail or "") if self.support is Support.TOP_K else "",
             "kept": ("one" if self.one_id else "several") if self.support is Support.TOP_K else "",
@@ -237,6 +239,34 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("label", {"teacher": ("label",)}, "exact", "forward KL to a one-hot label is the cross-entropy"),
     Rule(
+        "reward-divergence",
+        {"teacher": ("reward",), "divergence": _ALL_BUT_REVERSE},
+        "refused",
+        "a reward is one number for the whole row and no distribution, so the divergence would change nothing",
+        "write no divergence for this term",
+    ),
+    Rule(
+        "reward-support",
+        {"teacher": ("reward",), "support": ("full", "top_k")},
+        "refused",
+        "a reward says nothing about the tokens that were not drawn, so there is no vocabulary to compare over",
+        'write support = "sampled" and estimator = "policy_gradient"',
+    ),
+    Rule(
+        "reward-estimator",
+        {"teacher": ("reward",), "estimator": ("analytic",)},
+        "refused",
+        "a reward does not change when the student does until other tokens are drawn: differentiated, it is zero",
+        'write estimator = "policy_gradient"',
+    ),
+    Rule(
+        "reward-last-token",
+        {"teacher": ("reward",), "credit": ("token",)},
+        "refused",
+        "the reward comes at the end of the row, and with discount 0 its last token alone would answer for it",
+        "write discount = 1, or a discount above 0",
+    ),
+    Rule(
         "state-value-advantage",
         {"support": ("full", "top_k"), "estimator": ("policy_gradient",)},
         "refused",
@@ -327,14 +357,16 @@ RULES: tuple[Rule, ...] = (
         {"rows": ("mixed", "others")},
         "refused",
         "sampled support is an expectation over tokens the student drew, and the term also meets rows it did not write",
-        'write sources = ["student"] for this term with student_fraction above 0, or support = "full"',
+        'write sources = ["student"] for this term with student_fraction above 0, or support = "full" where the '
+        "teacher is a model",
     ),
     Rule(
         "truncated-sampling",
         {"tokens": ("truncated",)},
         "refused",
         "under top-p, top-k or temperature 0 some tokens can never be drawn, and no importance weight restores them",
-        'write top_p = 1, top_k = 0 and a temperature above 0 in [sampler], or support = "full"',
+        'write top_p = 1, top_k = 0 and a temperature above 0 in [sampler], or support = "full" where the teacher is a '
+        "model",
     ),
     Rule(
         "uncorrected-temperature",
@@ -342,7 +374,7 @@ RULES: tuple[Rule, ...] = (
         "refused",
         "the tokens are drawn at another temperature than the loss is about, and nothing corrects for it",
         'write estimator = "policy_gradient" with importance = "ratio", equal temperatures in [sampler] and [loss], or '
-        'support = "full"',
+        'support = "full" where the teacher is a model',
     ),
     Rule(
         "uncorrected-joint",
@@ -350,14 +382,15 @@ RULES: tuple[Rule, ...] = (
         "refused",
         "the teacher had a hand in the tokens, which are not the student's own draws, and nothing corrects for it",
         'write estimator = "policy_gradient" with importance = "ratio", no teacher_share and no teacher_top_k, or '
-        'support = "full"',
+        'support = "full" where the teacher is a model',
     ),
     Rule(
         "uncorrected-steps",
         {"steps": ("several",), "importance": ("none", "")},
         "refused",
         "after a round's first step its tokens are those of an older student, and nothing corrects for it",
-        'write estimator = "policy_gradient" with importance = "ratio", one step a round, or support = "full"',
+        'write estimator = "policy_gradient" with importance = "ratio", one step a round, or support = "full" where '
+        "the teacher is a model",
     ),
     Rule(
         "ppo-clip",
@@ -378,6 +411,12 @@ RULES: tuple[Rule, ...] = (
         "advantages are centred, scaled, clipped or weighed, which trades the gradient's truth against its noise",
     ),
     Rule(
+        "token-ratio-of-rewards",
+        {"teacher": ("reward",), "steps": ("several",)},
+        "surrogate",
+        "after a round's first step the single-token ratio does not see how the tokens around it have changed",
+    ),
+    Rule(
         "discounted",
         {"estimator": ("policy_gradient",), "credit": ("discounted",)},
         "surrogate",
@@ -394,6 +433,12 @@ RULES: tuple[Rule, ...] = (
         {"estimator": ("policy_gradient",), "steps": ("several",)},
         "surrogate",
         "advantages are those of the student at the round's first step: right there, lagging behind in later steps",
+    ),
+    Rule(
+        "reward",
+        {"teacher": ("reward",)},
+        "exact",
+        "the row's detached reward on each of the student's own tokens: the gradient of the expected reward",
     ),
     Rule(
         "sampled-tail",

@@ -13,6 +13,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 LABEL = "label"  # reserved teacher name: the one-hot label, that is, the row's own ids
+REWARD = "reward"  # reserved teacher name: a verifier's one number for the whole row
 
 
 class Source(StrEnum):
@@ -37,6 +38,7 @@ class Gives(StrEnum):
     HIDDEN_STATES = "hidden_states"  # last hidden states, with the head kept beside: exact full vocabulary
     NEXT_TOKEN_LOGPROBS = "next_token_logprobs"  # takes part in decoding
     LABELS = "labels"  # the one-hot teacher: the row's own ids are the mark
+    REWARDS = "rewards"  # the verifier: one number for the whole row
 
 
 class Support(StrEnum):
@@ -107,6 +109,7 @@ class Baseline(StrEnum):
 
     NONE = "none"
     BATCH = "batch"  # mean over the round's trained tokens, each token's own return among them
+    GROUP = "group"  # mean reward of the question's rows, as GRPO; rewards only
     STATE_KL = "state_kl"  # the state's own reverse KL, which is the mean of c: -c + KL has mean zero
 
 

@@ -10,6 +10,7 @@ from typing import NoReturn, Protocol
 
 from etude.axes.names import (
     LABEL,
+    REWARD,
     Baseline,
     Divergence,
     Estimator,
@@ -86,7 +87,14 @@ def check_term(term: TermValues) -> None:
     Raises:
         ValueError: one sentence.
     """
-    for check in (_check_support, _check_divergence, _check_estimator, _check_importance, _check_tokens):
+    for check in (
+        _check_support,
+        _check_divergence,
+        _check_estimator,
+        _check_importance,
+        _check_tokens,
+        _check_reward,
+    ):
         check(term)
 
 
@@ -180,3 +188,24 @@ def _check_tokens(term: TermValues) -> None:
             f"teacher_entropy {term.teacher_entropy} with teacher '{term.teacher}'",
             "expected a threshold in nats, from 0 on, for a model's entropy",
         )
+
+
+def _check_reward(term: TermValues) -> None:
+    """What asks for a model's log-probabilities has none in a reward, and a group's mean is a mean of rewards."""
+    if term.teacher != REWARD:
+        if term.baseline is Baseline.GROUP:
+            _refuse(
+                term,
+                f"baseline 'group' with teacher '{term.teacher}'",
+                "it is the mean reward of a question's rows and belongs to teacher 'reward'",
+            )
+        return
+    idle = {
+        "form": term.form,
+        "baseline": term.baseline if term.baseline is Baseline.STATE_KL else None,
+        "disagreement_weight": term.disagreement_weight,
+        "teacher_entropy": term.teacher_entropy,
+    }
+    given = [f"{key} {value}" for key, value in idle.items() if value is not None]
+    if given:
+        _refuse(term, f"{', '.join(given)} with teacher 'reward'", "these compare with a model, and a reward is none")

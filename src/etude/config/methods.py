@@ -30,8 +30,8 @@ class Method:
         """The six axes in the order of the equation, read off the settings; values of several terms joined by +."""
         axes = {"sampler": _writers(self.settings["sampler"])}
         for axis in TERM_AXES:
-            values = dict.fromkeys(term[axis] for term in self.settings["terms"])
-            axes[axis] = " + ".join(values)
+            values = dict.fromkeys(term[axis] for term in self.settings["terms"] if axis in term)
+            axes[axis] = " + ".join(values) or "none"
         return axes
 
 
@@ -60,6 +60,11 @@ def _term(divergence: str, **others: Any) -> Any:
 _DRAWN = {"support": "sampled", "estimator": "policy_gradient"}
 
 
+def _reward(**others: Any) -> Any:
+    """A term on the verifier's number for the whole row; it measures no divergence."""
+    return {"teacher": "reward", "reduction": "token_mean", "discount": 1.0, "name": "reward"} | _DRAWN | others
+
+
 _ROWS = (
     Method(
         "opd",
@@ -76,6 +81,34 @@ _ROWS = (
         'The paper tosses one coin a batch (mix = "batch"); here one is tossed a row. It averages within each '
         'sequence first (reduction = "sequence_mean"); code that followed and the default here take the mean over all '
         "tokens. Its other values: student_fraction 0 and 1 (the best), beta 0.1 and 0.9, forward_kl, reverse_kl.",
+    ),
+    Method(
+        "gkd-rl",
+        "on-policy distillation and reinforcement learning at once: JSD to the teacher, and the verifier's reward",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [_term("jsd", beta=0.9, coefficient=0.5), _reward(baseline="batch", coefficient=0.5)],
+        },
+        "Agarwal et al. (2023), arXiv 2306.13649, section on RL fine-tuning",
+        "The paper's alpha is the first coefficient, 1 - alpha the second: near 1 it is gkd, near 0 the reward alone; "
+        "it goes through several, and 0.5 is ours. It advises reverse_kl or jsd with beta 0.9 beside a reward. Its "
+        "reward is a learned model of factual consistency; here it is data's verifier. The paper's objective names no "
+        "baseline; the round's mean is ours and leaves the expected gradient as it is but for the row's own share.",
+    ),
+    Method(
+        "grpo",
+        "reinforcement learning from the verifier alone, each answer against the others to its question; no teacher",
+        {
+            "sampler": {"student_fraction": 1.0, "samples_per_prompt": 8},
+            "terms": [
+                _reward(baseline="group", whiten=True, importance="ppo_clip", clip=0.2, reduction="sequence_mean")
+            ],
+        },
+        "Shao et al. (2024), arXiv 2402.03300",
+        "The paper draws 64 answers to each question and takes one step on them (with one step nothing is clipped); "
+        "8 answers and the clip are what trainers ship. Its third part, a KL to the model the run began with (0.04), "
+        'is a term of its own and not in this row. whiten = false and reduction = "token_mean" are nearer to Dr. GRPO '
+        "(2025), which divides neither by the group's deviation nor by the answer's length.",
     ),
     Method(
         "thinking-machines",

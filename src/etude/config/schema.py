@@ -14,7 +14,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from etude.axes.legality import Sampling
-from etude.axes.names import Source
+from etude.axes.names import REWARD, Baseline, Source
 from etude.config.noun import Many, Noun, spelled
 from etude.config.tables.data import DataConfig
 from etude.config.tables.models import StudentConfig, TeacherConfig
@@ -43,7 +43,7 @@ class Recipe(Noun):
     )
     student: StudentConfig = Field(description="Who learns.")
     teacher: TeacherConfig | None = Field(
-        default=None, description="Who marks. May be left out where only labels are trained."
+        default=None, description="Who marks. May be left out where only labels and rewards are trained."
     )
     data: DataConfig = Field(description="Where prompts come from.")
     sampler: SamplerConfig = Field(default=SamplerConfig(), description="Who writes.")
@@ -102,6 +102,26 @@ class Recipe(Noun):
                 'sampler.other = "teacher" lets the teacher write and there is no [teacher]; name its model'
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        for place, term in enumerate(self.terms):
+            if term.teacher == REWARD and self.data.task is None and self.data.verifier is None:
+                raise ValueError(
+                    f'terms.{place} ("{term.name}") trains on a reward and nobody judges the answers; write '
+                    "data.verifier, or take prompts from a data.task"
+                )
+            if term.baseline is Baseline.GROUP and self.sampler.samples_per_prompt < 2:
+                raise ValueError(
+                    f'terms.{place} ("{term.name}") has baseline = "group" and each prompt is answered once, so that '
+                    "every answer would be as good as its group; write sampler.samples_per_prompt = 2 or more"
+                )
+        return self
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether a term trains on what the verifier says."""
+        return any(term.teacher == REWARD for term in self.terms)
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:

@@ -1,10 +1,11 @@
 """What a round fixes before its first step: which tokens each term trains, with what weight and what advantage.
 
-Of one row alone, except where a term asks for the round's mean or deviation: those are sums over every row of every
-rank, so that neither micro-batches nor ranks change them. All of it is detached. `Objective.prepare` calls it; what
-needs logits as they are in a step belongs to `core.tile`.
+Of one row alone, except where a term asks for the mean or deviation of the round or of a question's rows: those are
+sums over every row of every rank, so that neither micro-batches nor ranks change them. Each term's advantages are made
+of its own rewards or log-ratios alone, so that whitening never sees the sum of two terms. All of it is detached.
+`Objective.prepare` calls it; what needs logits as they are in a step belongs to `core.tile`.
 
-Legend: C completion tokens of a row, J terms.
+Legend: C completion tokens of a row, J terms, R rows of this rank, G questions of the round.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from etude.axes.names import Baseline, Importance
+from etude.axes.names import REWARD, Baseline, Importance
 from etude.core import estimators
 from etude.core.records import Scored
 from etude.core.reduction import row_weights
@@ -36,12 +37,14 @@ def prepare(terms: Sequence[Term], scored: Sequence[Scored], *, step: int, total
         total: sums over all ranks; called by every rank alike, however many rows it has.
 
     Raises:
-        RecordError: a row lacks a score, or the student's log-probabilities a term needs.
+        RecordError: a row lacks a score, a reward, or the student's log-probabilities a term needs, or a question has
+            one row where a term compares its rows.
     """
     masks = [[_mask(term, row, step) for term in terms] for row in scored]
+    rewards = [_rewards(term, scored, [of_row[j] for of_row in masks], total) for j, term in enumerate(terms)]
     advantages = [
-        [_returns(term, row, mask_C) for term, mask_C in zip(terms, of_row, strict=True)]
-        for row, of_row in zip(scored, masks, strict=True)
+        [_returns(term, row, mask_C, rewards[j][r]) for j, (term, mask_C) in enumerate(zip(terms, of_row, strict=True))]
+        for r, (row, of_row) in enumerate(zip(scored, masks, strict=True))
     ]
     for j, term in enumerate(terms):
         if term.round_moments_needed:
@@ -78,21 +81,81 @@ def log_ratios(term: Term, row: Scored) -> Tensor:
             f"term '{term.name}' needs the log-probabilities of student and teacher '{term.teacher}' for row "
             f"{row.rollout.prompt.row}; the row has scores of {sorted(row.scores)}"
         )
+    _require_behaviour(term, row)
+    return estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=scores.sampled_logprobs)
+
+
+def _require_behaviour(term: Term, row: Scored) -> None:
     if term.importance is not Importance.NONE and row.rollout.behaviour_logprobs is None:
         raise RecordError(
             f"term '{term.name}' weighs row {row.rollout.prompt.row} by student / behaviour, and the row carries "
             "no behaviour_logprobs; take them from the sampler that wrote it"
         )
-    return estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=scores.sampled_logprobs)
 
 
-def _returns(term: Term, row: Scored, mask_C: Tensor) -> Tensor:
-    """[C] returns of r = -c over the tokens the student wrote; zero where the term has no advantages."""
+def _rewards(term: Term, scored: Sequence[Scored], masks: Sequence[Tensor], total: Total) -> list[float]:
+    """Of each row the reward its tokens answer for, off its group's mean where asked; zero where there is none."""
+    if term.teacher != REWARD:
+        return [0.0] * len(scored)
+    trained = [bool(mask_C.any()) for mask_C in masks]
+    rewards = [_reward(term, row) if own else 0.0 for row, own in zip(scored, trained, strict=True)]
+    return _off_their_groups(term, scored, trained, rewards, total) if term.baseline is Baseline.GROUP else rewards
+
+
+def _off_their_groups(
+    term: Term, scored: Sequence[Scored], trained: Sequence[bool], rewards: Sequence[float], total: Total
+) -> list[float]:
+    """Rewards minus the mean of those of their question's rows that are trained; whitened, over their deviation."""
+    questions = [row.rollout.prompt.question for row in scored]
+    num_groups = _above_all(questions, total)
+    groups_R = torch.tensor(questions, dtype=torch.int64)
+    rewards_R = torch.tensor(rewards, dtype=torch.float64)
+    trained_R = torch.tensor(trained, dtype=torch.bool)
+    rows_1G = torch.bincount(groups_R, minlength=num_groups)[None].double()
+    sums_3G = estimators.group_sums(rewards_R[trained_R], groups_R[trained_R], num_groups)
+    of_round = total(torch.cat([rows_1G, sums_3G]))
+    alone_G = of_round[0] == 1
+    if bool(alone_G.any()):
+        raise RecordError(
+            f"term '{term.name}' compares the rows of each question, and question {int(alone_G.nonzero()[0])} of the "
+            "round has one row; expected at least two (sampler.samples_per_prompt)"
+        )
+    mean_G, deviation_G = estimators.group_moments(of_round[1:])
+    centred_R = rewards_R - mean_G[groups_R]
+    if term.whiten:
+        deviation_R = deviation_G[groups_R]
+        centred_R = torch.where(deviation_R > 0, centred_R / deviation_R, 0.0)
+    return [reward.item() for reward in centred_R]
+
+
+def _reward(term: Term, row: Scored) -> float:
+    _require_behaviour(term, row)
+    if row.reward is None:
+        raise RecordError(
+            f"term '{term.name}' trains row {row.rollout.prompt.row} by its reward, and the row has none; let a "
+            "verifier judge it"
+        )
+    return row.reward
+
+
+def _above_all(numbers: Sequence[int], total: Total) -> int:
+    """A number above those of all ranks. Ranks can only add up, so each marks how many bits its largest has."""
+    marks = torch.zeros(64, dtype=torch.float64)
+    marks[max(numbers, default=0).bit_length()] = 1.0
+    return 2 ** int(total(marks).nonzero().max())
+
+
+def _returns(term: Term, row: Scored, mask_C: Tensor, reward: float) -> Tensor:
+    """[C] returns of r = -c over the tokens the student wrote, or of a reward at the row's end; zero where idle."""
     if not (term.rewards_needed and bool(mask_C.any())):
         return torch.zeros(mask_C.shape)
-    rewards_C = -log_ratios(term, row)
-    if row.rollout.written is not None:  # what a tool wrote earns nothing
-        rewards_C = torch.where(row.rollout.written, rewards_C, 0.0)
+    if term.teacher == REWARD:
+        rewards_C = torch.zeros(mask_C.shape)
+        rewards_C[-1] = reward
+    else:
+        rewards_C = -log_ratios(term, row)
+        if row.rollout.written is not None:  # what a tool wrote earns nothing
+            rewards_C = torch.where(row.rollout.written, rewards_C, 0.0)
     returns_C = estimators.returns(rewards_C, term.discount)
     return estimators.length_normalised(returns_C, row.rollout.written) if term.length_normalise else returns_C
 

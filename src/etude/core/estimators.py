@@ -205,6 +205,37 @@ def group_advantages(rewards_G: Tensor, *, normalise: bool) -> Tensor:
     return centred_G / rewards_G.std() if normalise else centred_G
 
 
+def group_sums(rewards_R: Tensor, groups_R: Tensor, num_groups: int) -> Tensor:
+    """[3, num_groups] float64: of each group count, sum and sum of squares of its rows' rewards.
+
+    Sums of ranks add up to the sums of the round; then `group_moments`. `groups_R` [R] int64 says whose row it is.
+
+        >>> group_sums(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 2]), 3)
+        tensor([[ 2.,  0.,  1.],
+                [ 4.,  0.,  5.],
+                [10.,  0., 25.]], dtype=torch.float64)
+    """
+    rewards_R = rewards_R.detach().double()
+    sums_3R = torch.stack([torch.ones_like(rewards_R), rewards_R, rewards_R * rewards_R])
+    return sums_3R.new_zeros(3, num_groups).index_add_(1, groups_R, sums_3R)
+
+
+def group_moments(sums_3G: Tensor) -> tuple[Tensor, Tensor]:
+    """[G] mean and [G] standard deviation of each group's rewards, as `group_advantages` has them.
+
+    The standard deviation is the sample's; it is 0 where there are fewer than two rows, or none to be told from
+    rounding.
+
+        >>> group_moments(group_sums(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 2]), 3))
+        (tensor([2., 0., 5.], dtype=torch.float64), tensor([1.4142, 0.0000, 0.0000], dtype=torch.float64))
+    """
+    counts_G, totals_G, squares_G = sums_3G
+    mean_G = totals_G / counts_G.clamp(min=1)
+    spread_G = squares_G - totals_G * mean_G
+    spread_G = torch.where(spread_G <= VARIANCE_OF_ROUNDING * squares_G, 0.0, spread_G)
+    return mean_G, (spread_G / (counts_G - 1).clamp(min=1)).sqrt()
+
+
 # Importance -------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from etude.axes.legality import Point, Rule, Sampling, require_legal
-from etude.axes.names import LABEL, Divergence, Gives, Reduction
+from etude.axes.names import LABEL, REWARD, Divergence, Gives, Reduction
 from etude.core.advantages import Total, prepare
 from etude.core.linear import DEFAULT_CHUNK_BYTES, OutputHead, head_sum
 from etude.core.logprobs import next_token_logprobs, pick
@@ -36,6 +36,11 @@ NEAR_AN_END = 0.05  # betas of jsd nearer to 0 or 1 than this are warned about: 
 
 def _alone(sums: Tensor) -> Tensor:
     return sums
+
+
+def _shown_of(term: Term) -> tuple[str, ...]:
+    """Names of the values a term reports: a reward compares with no distribution and has no divergence to show."""
+    return () if term.teacher == REWARD else ("divergence",)
 
 
 class Objective:
@@ -85,13 +90,18 @@ class Objective:
 
     @cached_property
     def teachers(self) -> tuple[str, ...]:
-        """Names of the teachers it asks for scores, each once; the label is not one of them."""
-        return tuple(dict.fromkeys(term.teacher for term in self.terms if term.teacher != LABEL))
+        """Names of the teachers it asks for scores, each once; neither label nor reward is one of them."""
+        return tuple(dict.fromkeys(term.teacher for term in self.terms if term.teacher not in (LABEL, REWARD)))
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether a verifier must judge the rows."""
+        return Gives.REWARDS in self.needs(REWARD)
 
     @property
     def needs_student_logprobs(self) -> bool:
         """Whether `prepare` needs a pass of the student before the round's first step."""
-        return any(term.rewards_needed for term in self.terms)
+        return any(term.log_ratios_needed for term in self.terms)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -218,7 +228,8 @@ class Objective:
             marks = mark(term, self._divergences[j], tile, batch.advantages_JN[j, tokens])
             loss = loss + scales_J[j].to(loss.dtype) * (weights_n * marks.values_n).sum()
             trained_n = weights_n != 0
-            sums += [(marks.shown_n.detach() * trained_n).sum(), trained_n.sum()]
+            sums += [] if marks.shown_n is None else [(marks.shown_n.detach() * trained_n).sum()]
+            sums.append(trained_n.sum())
             sums += [(marks.shares[name] * trained_n).sum() for name in shares_of(term)]
         sums += shared_sums(tile, self.temperature)
         return loss, torch.stack([s.to(loss.dtype) for s in sums])
@@ -230,7 +241,7 @@ class Objective:
         """Names of the M sums `sum` returns, in order."""
         names: list[str] = []
         for term in self.terms:
-            names += [f"{name}/{term.name}" for name in ("divergence", "tokens", *shares_of(term))]
+            names += [f"{name}/{term.name}" for name in (*_shown_of(term), "tokens", *shares_of(term))]
         return (*names, "student/entropy", "student/logprob", "tokens/scored", "sampler/logprob_gap", "tokens/written")
 
     def summarise(self, sums_M: Tensor) -> dict[str, float]:
@@ -244,7 +255,7 @@ class Objective:
                 result[name] = total[name] / total[count]
 
         for term in self.terms:
-            for name in ("divergence", *shares_of(term)):
+            for name in (*_shown_of(term), *shares_of(term)):
                 mean(f"{name}/{term.name}", f"tokens/{term.name}")
         mean("student/entropy", "tokens/scored")
         mean("student/logprob", "tokens/scored")

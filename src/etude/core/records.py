@@ -9,6 +9,7 @@ N scored tokens of a batch (all rows' completion tokens that some term trains, o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -50,11 +51,21 @@ class Prompt:
     row: int  # global row in the round: with the seed, it alone decides this row's random numbers
     completion_ids: Tensor | None = None  # [C] int64: the dataset's own answer, where it has one
     example: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as loaded; verifiers read their answer here
+    group: int | None = (
+        None  # which question of the round, from 0, shared by its samples; None: its row, no other has it
+    )
 
     def __post_init__(self) -> None:
         _check_ids(f"the prompt of row {self.row}", self.token_ids, "P")
         if self.completion_ids is not None:
             _check_ids(f"the dataset's answer of row {self.row}", self.completion_ids, "C")
+        if self.group is not None and self.group < 0:
+            raise RecordError(f"the prompt of row {self.row} has group {self.group}; expected a number from 0 on")
+
+    @property
+    def question(self) -> int:
+        """The group, which a prompt without one has to itself."""
+        return self.row if self.group is None else self.group
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -121,6 +132,7 @@ class Scored:
     weights: Tensor | None = None  # [J, C] float32: each term's mask times weight; zero where the term does not train
     advantages: Tensor | None = None  # [J, C] float32, detached; zero for analytic terms
     student_logprobs: Tensor | None = None  # [C] float32: the student before the round's first step, if a term needs it
+    reward: float | None = None  # what a verifier gives the whole row, if a term trains on it
 
     def __post_init__(self) -> None:
         row, length = self.rollout.prompt.row, self.rollout.num_completion_tokens
@@ -129,6 +141,8 @@ class Scored:
         _check_completion(f"student_logprobs of row {row}", self.student_logprobs, length)
         _check_completion(f"weights of row {row}", self.weights, length, ndim=2, axis=1)
         _check_completion(f"advantages of row {row}", self.advantages, length, ndim=2, axis=1)
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise RecordError(f"the reward of row {row} is {self.reward}; expected a finite number")
 
     def with_prepared(self, **fields: Tensor | None) -> Scored:
         """A copy with weights, advantages or student log-probs filled in."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from etude.axes.names import (
     LABEL,
+    REWARD,
     Baseline,
     Divergence,
     Estimator,
@@ -39,7 +40,7 @@ class Term:
     """
 
     name: str = "reverse_kl"  # how metrics call it
-    teacher: str = "teacher"  # a teacher's name, or "label": the one-hot label, i.e. cross-entropy
+    teacher: str = "teacher"  # a teacher's name; "label": the one-hot label, i.e. cross-entropy; "reward": a verifier
     support: Support = Support.FULL
     top_k: int | None = None  # top_k: ids kept a side
     owner: Owner | None = None  # top_k; None: the teacher's
@@ -52,10 +53,10 @@ class Term:
     detach_mixture: bool = False  # skew_reverse_kl: the student inside the mixture is a constant
     estimator: Estimator = Estimator.ANALYTIC
     form: Form | None = None  # sampled support; None: k2 when differentiated, k1 as a reward
-    discount: float = 0.0  # policy gradient: 0 token-level, 1 sequence-level
+    discount: float = 0.0  # policy gradient: 0 token-level, 1 sequence-level; a reward, at the end of its row, needs it
     length_normalise: bool = False  # policy gradient: returns divided by the student's tokens they reach over
     baseline: Baseline = Baseline.NONE  # policy gradient
-    whiten: bool = False  # policy gradient: advantages of the round to mean 0 and deviation 1
+    whiten: bool = False  # policy gradient: advantages of the round (baseline group: of the group) to deviation 1
     advantage_clip: float | None = None  # policy gradient: largest size of an advantage
     importance: Importance = Importance.NONE  # policy gradient
     clip: float | None = None  # ppo_clip
@@ -74,6 +75,8 @@ class Term:
         """What its teacher must give about each rollout."""
         if self.teacher == LABEL:
             return frozenset({Gives.LABELS})
+        if self.teacher == REWARD:
+            return frozenset({Gives.REWARDS})
         needs = {Gives.SAMPLED_LOGPROBS} if self.support is Support.SAMPLED else {Gives.HIDDEN_STATES}
         if self.baseline is Baseline.STATE_KL or self.teacher_entropy is not None:
             needs.add(Gives.HIDDEN_STATES)
@@ -81,13 +84,18 @@ class Term:
 
     @property
     def rewards_needed(self) -> bool:
-        """Whether `prepare` must turn log-ratios into advantages."""
+        """Whether `prepare` must turn log-ratios, or the rows' rewards, into advantages."""
         return self.estimator is Estimator.POLICY_GRADIENT
 
     @property
+    def log_ratios_needed(self) -> bool:
+        """Whether those are log-ratios, for which the student must be asked before the round's first step."""
+        return self.rewards_needed and self.teacher != REWARD
+
+    @property
     def round_moments_needed(self) -> bool:
-        """Whether its advantages depend on those of the whole round."""
-        return self.whiten or self.baseline is Baseline.BATCH
+        """Whether its advantages are centred over the whole round, and not (only) over each question's rows."""
+        return self.baseline is Baseline.BATCH or (self.whiten and self.baseline is not Baseline.GROUP)
 
     def coefficient_at(self, step: int) -> float:
         """Its coefficient at an optimiser step, from 0."""

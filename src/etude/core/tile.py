@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.axes.names import LABEL, Baseline, Estimator, Form, Importance, Support, Tail
+from etude.axes.names import LABEL, REWARD, Baseline, Estimator, Form, Importance, Support, Tail
 from etude.core import estimators, support
 from etude.core.divergences import DivergenceFn, reverse_kl
 from etude.core.records import Batch
@@ -39,7 +39,7 @@ class Marks:
     """What one term makes of a tile."""
 
     values_n: Tensor  # [n] differentiable, before weight and coefficient
-    shown_n: Tensor  # [n] the divergence they stand for, for the log
+    shown_n: Tensor | None  # [n] the divergence they stand for, for the log; None: a reward, which is no divergence
     shares: Mapping[str, Tensor]  # [n] each, by the names of `shares_of`
 
 
@@ -68,6 +68,8 @@ def mark(term: Term, divergence: DivergenceFn, tile: Tile, advantages_n: Tensor)
 def _marks(term: Term, divergence: DivergenceFn, tile: Tile, advantages_n: Tensor) -> Marks:
     if term.teacher == LABEL:
         return Marks(-tile.chosen_n, -tile.chosen_n, {})
+    if term.teacher == REWARD:
+        return _policy(term, tile, advantages_n, None)
     if term.support is Support.FULL:
         values_n = divergence(student_logprobs=tile.student_nV, teacher_logprobs=tile.teachers_nV[term.teacher])
         return Marks(values_n, values_n, {})
@@ -117,6 +119,11 @@ def _drawn(term: Term, tile: Tile, advantages_n: Tensor) -> Marks:
         advantages_n = advantages_n + reverse_kl(student_logprobs=student_nV, teacher_logprobs=teacher_nV)
         if term.advantage_clip is not None:
             advantages_n = estimators.clip_advantages(advantages_n, term.advantage_clip)
+    return _policy(term, tile, advantages_n, c_n)
+
+
+def _policy(term: Term, tile: Tile, advantages_n: Tensor, shown_n: Tensor | None) -> Marks:
+    """Each drawn token's own advantage, corrected for who drew it."""
     behaviour_n = tile.batch.behaviour_logprobs_N[tile.tokens]
     values_n = estimators.policy_gradient(
         student_logprobs=tile.chosen_n,
@@ -126,7 +133,7 @@ def _drawn(term: Term, tile: Tile, advantages_n: Tensor) -> Marks:
         clip=term.clip,
         bounds=term.bounds,
     )
-    return Marks(values_n, c_n, _cut(term, tile.chosen_n.detach(), behaviour_n, advantages_n))
+    return Marks(values_n, shown_n, _cut(term, tile.chosen_n.detach(), behaviour_n, advantages_n))
 
 
 def _cut(term: Term, chosen_n: Tensor, behaviour_n: Tensor, advantages_n: Tensor) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ class PromptSource:
             samples_per_prompt: how often each is repeated; repetitions stand side by side.
 
         Returns:
-            `prompts * samples_per_prompt` prompts, their rows numbered from 0.
+            `prompts * samples_per_prompt` prompts, their rows and groups numbered from 0.
         """
         places = range(round * prompts, (round + 1) * prompts)
         epochs = {epoch: self._order(stage, epoch) for epoch in {place // len(self) for place in places}}
@@ -167,7 +167,7 @@ def split(examples: Sequence[Example], count: int, *, seed: int) -> tuple[list[E
 
 def _numbered(prompts: Iterable[Prompt], samples_per_prompt: int) -> list[Prompt]:
     repeated = (prompt for prompt in prompts for _ in range(samples_per_prompt))
-    return [replace(prompt, row=row) for row, prompt in enumerate(repeated)]
+    return [replace(prompt, row=row, group=row // samples_per_prompt) for row, prompt in enumerate(repeated)]
 
 
 def _last_user_text(example: Example) -> str:

@@ -77,6 +77,7 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
         seed=recipe.seed,
         evaluate_every=recipe.evaluation.every,
         checkpoint_every=recipe.checkpoint.every,
+        reward=None if data.verify is None else data.reward,
     )
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from etude.axes.names import Source
 from etude.config.schema import Recipe
 from etude.config.tables.data import DataConfig
-from etude.core.records import Prompt
+from etude.core.records import Prompt, Rollout
 from etude.data.examples import Example, read_dataset, read_jsonl, require_completions
 from etude.data.prompts import PromptSource, split
 from etude.data.tasks import Verify, load_task, load_verifier
@@ -61,6 +61,11 @@ class Data:
         """Text without control tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def reward(self, rollout: Rollout) -> float:
+        """What the verifier gives the text of a rollout's completion."""
+        assert self.verify is not None  # the schema asks for a verifier where a term trains on rewards
+        return self.verify(rollout.prompt.example, self.decode(rollout.completion_ids.tolist()))
+
 
 def read_data(recipe: Recipe) -> Data:
     """Read, split, encode and check.
@@ -78,6 +83,8 @@ def read_data(recipe: Recipe) -> Data:
         warnings = require_same(tokenizer, cards["teacher"].tokenizer)
     stops = stop_ids(tokenizer, cards["student"].generation_config, recipe.sampler.stop)
     training, held_out, verify = read_examples(config, recipe.seed)
+    if recipe.rewarded and config.verifier is not None:
+        load_verifier(config.verifier, training)  # the examples trained on need answers as well
     needs_completions = Source.DATASET in recipe.sampler.writers
     if needs_completions:
         require_completions(training, "sampler.student_fraction below 1 with rows from the dataset")

@@ -70,8 +70,8 @@ class Progress:
         if self._first < step < self._total:
             seconds_a_step = (monotonic() - self._began) / (step - self._first)
             parts.append(f"{duration(seconds_a_step * (self._total - step))} left")
-        divergences = {name: value for name, value in self._latest.items() if name.startswith("divergence/")}
-        parts += [f"{name.removeprefix('divergence/')} {value:.3f}" for name, value in divergences.items()]
+        terms = {name: value for name, value in self._latest.items() if name.startswith(("divergence/", "reward/"))}
+        parts += [f"{name.partition('/')[2]} {value:.3f}" for name, value in terms.items()]
         for name, words in {
             "heldout/reverse_kl": "held-out {:.3f}",
             "heldout/accuracy": "accuracy {:.2f}",

@@ -31,6 +31,7 @@ T = TypeVar("T")
 # {term} is the name of a term in the recipe, {span} that of a timing span in the loop.
 METRICS: Mapping[str, str] = {
     "divergence/{term}": "mean of the term over the tokens it trains, at the loss temperature; divergences in nats",
+    "reward/{term}": "mean reward of the round's rows that the term trains, as the verifier gave them",
     "clipped/{term}": "share of the term's tokens whose importance ratio was clipped, held at a bound or left out",
     "teacher_mass/{term}": "top_k: mean probability of the teacher on the kept ids",
     "student_mass/{term}": "top_k: mean probability of the student on the kept ids",

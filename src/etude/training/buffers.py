@@ -46,10 +46,12 @@ def save_round(folder: Path, rows: Sequence[Scored]) -> None:
         facts.append(
             {
                 "row": rollout.prompt.row,
+                "group": rollout.prompt.group,
                 "source": rollout.source.value,
                 "finish_reason": rollout.finish_reason.value,
                 "version": rollout.version,
                 "teachers": list(row.scores),
+                "reward": row.reward,
             }
         )
     save_tensors(folder / _TENSORS, tensors)
@@ -70,6 +72,7 @@ def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Score
         token_ids=tensors[prefix + "prompt.token_ids"],
         row=fact["row"],
         completion_ids=tensors.get(prefix + "prompt.completion_ids"),
+        group=fact["group"],
     )
     rollout = Rollout(
         prompt=prompt,
@@ -95,4 +98,5 @@ def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Score
         weights=tensors.get(prefix + "weights"),
         advantages=tensors.get(prefix + "advantages"),
         student_logprobs=tensors.get(prefix + "student_logprobs"),
+        reward=fact["reward"],
     )

@@ -19,6 +19,7 @@ from etude.core.linear import DEFAULT_CHUNK_BYTES, OutputHead
 from etude.core.objective import Objective
 from etude.core.records import Prompt, Rollout, Scored, Scores
 from etude.core.term import Term
+from etude.errors import PairError
 from etude.models.forward import evaluating
 from etude.models.roles import AbstractBackbone, AbstractSampler, AbstractStudent, AbstractTeacher
 from etude.runtime.seeds import Key
@@ -27,6 +28,7 @@ from etude.training.learner import micro_batches
 
 Verify = Callable[[Mapping[str, object], str], float]
 Decode = Callable[[Sequence[int]], str]
+Reward = Callable[[Rollout], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +54,26 @@ class EvaluationReport:
 
 
 def score_rows(
-    rollouts: Sequence[Rollout], teachers: Mapping[str, AbstractTeacher], objective: Objective
+    rollouts: Sequence[Rollout],
+    teachers: Mapping[str, AbstractTeacher],
+    objective: Objective,
+    reward: Reward | None = None,
 ) -> list[Scored]:
-    """Every rollout with what each of the objective's teachers says about it."""
+    """Every rollout with what each of the objective's teachers says about it, and its reward where a term trains on it.
+
+    Raises:
+        PairError: a term trains on rewards and nobody gives them.
+    """
     marks: list[dict[str, Scores]] = [{} for _ in rollouts]
     for name in objective.teachers:
         scores = teachers[name].score(rollouts, objective.needs(name), objective.temperature)
         for mark, score in zip(marks, scores, strict=True):
             mark[name] = score
-    return [Scored(rollout=rollout, scores=mark) for rollout, mark in zip(rollouts, marks, strict=True)]
+    if not objective.needs_rewards:
+        return [Scored(rollout, mark) for rollout, mark in zip(rollouts, marks, strict=True)]
+    if reward is None:
+        raise PairError("a term trains on rewards and there is no verifier to give them; hand one over")
+    return [Scored(rollout, mark, reward=float(reward(rollout))) for rollout, mark in zip(rollouts, marks, strict=True)]
 
 
 @torch.no_grad()

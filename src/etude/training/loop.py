@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from etude.axes.names import REWARD
 from etude.core.objective import Objective
 from etude.core.records import Prompt, Scored
 from etude.models.roles import AbstractSampler, AbstractStudent, AbstractTeacher
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
-from etude.training.evaluation import Evaluation, EvaluationReport, score_rows
+from etude.training.evaluation import Evaluation, EvaluationReport, Reward, score_rows
 from etude.training.learner import Learner
 from etude.training.stages import Plan
 from etude.training.state import Saver, State
@@ -41,6 +42,7 @@ class Parts:
     seed: int
     evaluate_every: int  # steps; 0: only before and after
     checkpoint_every: int  # steps; 0: only at the end
+    reward: Reward | None = None  # judges a whole row, where a term trains on that
 
 
 def train(parts: Parts, state: State) -> State:
@@ -52,7 +54,8 @@ def train(parts: Parts, state: State) -> State:
         rows, num_rows = gather(parts, state, number)
         for report in parts.tracker.timed("learn", parts.learner.learn(rows, state.step, num_rows)):
             state.step = report.step
-            parts.tracker.record(state.step, report.metrics | describe(rows, parts.world))
+            described = describe(rows, parts.world) | mean_rewards(rows, parts.objective, parts.world)
+            parts.tracker.record(state.step, report.metrics | described)
             state.pending = rows if parts.plan.place_of(state.step) else None
             if due(state.step, parts.evaluate_every, parts.plan.steps):
                 state.after = evaluate(parts, state, "after").metrics
@@ -74,7 +77,7 @@ def gather(parts: Parts, state: State, number: int) -> tuple[list[Scored], int]:
     with parts.tracker.span("sample"):
         rollouts = parts.sampler.sample(mine, Key(parts.seed, "sample", parts.plan.stage, number))
     with parts.tracker.span("score"):
-        scored = score_rows(rollouts, parts.teachers, parts.objective)
+        scored = score_rows(rollouts, parts.teachers, parts.objective, parts.reward)
     with parts.tracker.span("prepare"):
         return parts.learner.prepare(scored, state.step), len(prompts)
 
@@ -101,3 +104,16 @@ def describe(rows: Sequence[Scored], world: World) -> dict[str, float]:
     sums = [len(rollouts), sum(r.num_completion_tokens for r in rollouts), sum(r.truncated for r in rollouts)]
     count, tokens, truncated = world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     return {"rollout/length": tokens / count, "rollout/truncated": truncated / count, "rollout/tokens": tokens}
+
+
+def mean_rewards(rows: Sequence[Scored], objective: Objective, world: World) -> dict[str, float]:
+    """Of each term on rewards, the mean over the round's rows that it trains, over all ranks."""
+    metrics = dict[str, float]()
+    for j, term in enumerate(objective.terms):
+        if term.teacher == REWARD:
+            trained = [row.reward or 0.0 for row in rows if row.weights is not None and bool(row.weights[j].any())]
+            sums = torch.tensor([len(trained), sum(trained)], dtype=torch.float64)
+            count, reward = world.sum(sums).tolist()
+            if count:
+                metrics[f"reward/{term.name}"] = reward / count
+    return metrics

@@ -43,8 +43,8 @@ class DataConfig(Noun):
     )
     verifier: Annotated[str | None, _OF_ROWS] = Field(
         default=None,
-        description='How evaluation compares a text with the answer column: "exact", "number" (the last in both) or '
-        '"package.module:function". Left out: no accuracy. A task brings its own.',
+        description='How a text is compared with the answer column, in evaluation and for a reward: "exact", "number" '
+        '(the last in both) or "package.module:function". Left out: no accuracy. A task brings its own.',
     )
     system_prompt: str | None = Field(default=None, description="A system message before every prompt.")
     template_options: dict[str, Any] = Field(

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from etude.axes.legality import Point
 from etude.axes.names import (
+    REWARD,
     Baseline,
     Divergence,
     Estimator,
@@ -31,12 +32,18 @@ _OF_POLICY_GRADIENT = OnlyWhen(
 )
 
 
+def _credit(term: Any) -> float:
+    """A reward comes at the end of its row, and every token answers for it."""
+    return 1.0 if term.teacher == REWARD else 0.0
+
+
 class TermConfig(Noun):
     """`[[terms]]`: one summand of the loss: which teacher, how much of it, measured how, trained how, on which rows."""
 
-    teacher: Literal["teacher", "label"] = Field(
+    teacher: Literal["teacher", "label", "reward"] = Field(
         default="teacher",
-        description='The model of [teacher], or the "label": all probability on the row\'s own next token.',
+        description='The model of [teacher]; the "label": all probability on the row\'s own next token; or the '
+        '"reward": the verifier\'s one number for the whole row.',
     )
     support: Word[Support] = Field(
         default=Support.FULL,
@@ -100,29 +107,32 @@ class TermConfig(Noun):
     form: Annotated[
         Word[Form] | None,
         OnlyWhen(
-            'support is "sampled"',
-            lambda term: term.support is Support.SAMPLED,
+            'support is "sampled" and teacher is not "reward"',
+            lambda term: term.support is Support.SAMPLED and term.teacher != REWARD,
             default_of=lambda term: Point(support=term.support, estimator=term.estimator).default_form,
         ),
     ] = Field(
         default=None,
         description="Which function of the log-ratio stands for reverse KL: k2 analytic, k1 policy gradient.",
     )
-    discount: Annotated[float, replace(_OF_POLICY_GRADIENT, default=0.0)] = Field(
+    discount: Annotated[float, replace(_OF_POLICY_GRADIENT, default_of=_credit)] = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Weight of each later token in a token's return. 0: a token answers for itself.",
+        description="Weight of each later token in a token's return. 0: a token answers for itself. 1: for all "
+        "that follows, the default for a reward.",
     )
     length_normalise: Annotated[bool, _OF_POLICY_GRADIENT] = Field(
         default=False, description="Divide each return by the tokens it reaches over, as MiniLLM (2023) does."
     )
     baseline: Annotated[Word[Baseline], _OF_POLICY_GRADIENT] = Field(
         default=Baseline.NONE,
-        description="Taken off each return: none, batch (the round's mean), state_kl (its mean, for the noise).",
+        description="Taken off each return: none, batch (the round's mean), state_kl (its mean, for the noise); off "
+        "each reward: group (the mean of the question's samples), as GRPO (2024).",
     )
     whiten: Annotated[bool, _OF_POLICY_GRADIENT] = Field(
-        default=False, description="Bring the round's returns to mean 0 and deviation 1."
+        default=False,
+        description="Bring the round's returns (baseline group: each group's rewards) to mean 0 and deviation 1.",
     )
     advantage_clip: Annotated[float | None, _OF_POLICY_GRADIENT] = Field(
         default=None, gt=0, description="Largest size of an advantage, in nats. Left out: as they are."
@@ -178,9 +188,9 @@ class TermConfig(Noun):
     )
     # Last of the fields, because its default is read off one above.
     name: str = Field(
-        default_factory=lambda term: str(term["divergence"]),
+        default_factory=lambda term: REWARD if term["teacher"] == REWARD else str(term["divergence"]),
         pattern=r"^[A-Za-z0-9_-]+$",
-        description="Names the term's metrics. Left out: the divergence.",
+        description="Names the term's metrics. Left out: the divergence, or reward.",
     )
 
     def values(self) -> dict[str, Any]:

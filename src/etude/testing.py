@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -40,6 +41,8 @@ from etude.errors import PairError
 from etude.models.backbone import TransformersBackbone
 from etude.models.roles import AbstractSampler, AbstractStudent, AbstractTeacher
 from etude.runtime.seeds import Key
+
+T = TypeVar("T")
 
 Kind = Literal["llama", "gpt2"]
 """llama: rotary positions. gpt2: learned positions and biases."""
@@ -290,3 +293,41 @@ class CountingTeacher(AbstractTeacher):
             sampled_logprobs=pick(logprobs, rollout.completion_ids) if Gives.SAMPLED_LOGPROBS in needs else None,
             hidden=functional.one_hot(before, self.base).float() if Gives.HIDDEN_STATES in needs else None,
         )
+
+
+class _Waits(Exception):
+    """A pretend rank has handed in its sums and waits for the others."""
+
+
+def on_ranks(work: Callable[[int, Callable[[Tensor], Tensor]], T], size: int) -> list[T]:
+    """What `work(rank, total)` returns on each of `size` pretend ranks, where `total` adds up over all of them.
+
+    Each is begun anew whenever the sum it waits for is known, so `work` must do the same every time.
+
+        >>> on_ranks(lambda rank, total: total(torch.tensor([1.0, rank])).tolist(), 3)
+        [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
+
+    Raises:
+        RuntimeError: a rank returned while others were waiting for it.
+    """
+    answers: list[Tensor] = []
+    while True:
+        handed_in: list[Tensor] = []
+        done: list[T] = []
+        for rank in range(size):
+            known = iter(answers)
+
+            def total(sums: Tensor, known: Iterator[Tensor] = known, handed_in: list[Tensor] = handed_in) -> Tensor:
+                answer = next(known, None)
+                if answer is None:
+                    handed_in.append(sums.clone())
+                    raise _Waits
+                return answer.clone()
+
+            with suppress(_Waits):
+                done.append(work(rank, total))
+        if not handed_in:
+            return done
+        if done:
+            raise RuntimeError(f"{len(done)} of {size} ranks returned and the others wait for a sum that never comes")
+        answers.append(torch.stack(handed_in).sum(0))

@@ -38,6 +38,17 @@ def test_rows_as_published():
     assert machines.sampler.samples_per_prompt == 4
 
 
+def test_the_ones_with_a_reward():
+    assert METHODS["grpo"].axes["teacher"] == "reward"
+    assert METHODS["grpo"].axes["divergence"] == "none"
+    assert METHODS["gkd-rl"].axes["teacher"] == "teacher + reward"
+    alone = {key: table for key, table in LEAST.items() if key != "teacher"}
+    grpo = load_recipe(alone | {"method": "grpo"})
+    assert (grpo.teacher, grpo.sampler.samples_per_prompt, grpo.terms[0].discount) == (None, 8, 1.0)
+    both = load_recipe(LEAST | {"method": "gkd-rl"})
+    assert sum(term.coefficient for term in both.terms) == 1.0  # alpha and 1 - alpha
+
+
 def test_opd_is_the_default_recipe():
     named = load_recipe(LEAST | {"method": "opd"}).model_dump(exclude={"method"})
     assert named == load_recipe(LEAST).model_dump(exclude={"method"})

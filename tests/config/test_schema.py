@@ -15,6 +15,7 @@ from etude.config.tables.sampler import SamplerConfig
 from etude.config.tables.terms import TermConfig
 from etude.config.tables.training import OptimConfig
 
+REWARDED = {"teacher": "reward", "support": "sampled", "estimator": "policy_gradient"}
 LEAST = {"student.model": "s", "teacher.model": "t", "data.prompts": "/p.jsonl"}
 
 
@@ -79,6 +80,13 @@ def test_the_parameters_of_the_policy_gradient():
 def test_a_terms_name_is_its_divergence_unless_it_has_one():
     assert term(divergence="jsd").name == "jsd"
     assert term(divergence="jsd", name="mine").name == "mine"
+    assert term(teacher="reward", support="sampled", estimator="policy_gradient").name == "reward"
+
+
+def test_a_reward_comes_at_the_end_and_counts_for_every_token():
+    judged = term(teacher="reward", support="sampled", estimator="policy_gradient")
+    assert (judged.discount, judged.importance, judged.form) == (1.0, Importance.RATIO, None)
+    assert term(teacher="reward", support="sampled", estimator="policy_gradient", discount=0.9).discount == 0.9
 
 
 def test_a_term_is_what_the_legality_table_takes():
@@ -181,6 +189,12 @@ def test_name_and_output():
             },
             'sampler.other = "teacher" lets the teacher write and there is no [teacher]',
         ),
+        ({"terms.0": REWARDED}, 'terms.0 ("reward") trains on a reward and nobody judges the answers; write data.ver'),
+        (
+            {"terms.0": REWARDED | {"baseline": "group"}, "data.verifier": "exact"},
+            'terms.0 ("reward") has baseline = "group" and each prompt is answered once',
+        ),
+        ({"terms.0": REWARDED | {"form": "k1"}, "data.verifier": "exact"}, 'teacher is not "reward"'),
         ({"train.updates_per_round": 9}, "train.updates_per_round = 9 is more than the 8 rows of a round"),
     ],
 )
@@ -188,6 +202,16 @@ def test_what_is_refused(changes: dict[str, Any], says: str):
     with pytest.raises(ValidationError) as caught:
         recipe(changes)
     assert any(says in error["msg"] for error in caught.value.errors()), caught.value
+
+
+def test_a_reward_needs_a_judge_and_no_teacher():
+    judges = {"data.verifier": "exact"}, {"data.prompts": None, "data.task": "maze"}
+    for judge in judges:
+        alone = recipe({"teacher.model": None, "terms.0": REWARDED} | judge)
+        assert (alone.teacher, alone.rewarded) == (None, True)
+        grouped = {"terms.0": REWARDED | {"baseline": "group"}, "sampler.samples_per_prompt": 2}
+        assert recipe(grouped | judge).terms[0].baseline == "group"
+    assert not recipe().rewarded
 
 
 def test_supervised_fine_tuning_needs_no_teacher():

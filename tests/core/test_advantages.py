@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from etude.core.estimators import group_advantages
 from etude.core.records import Prompt, Rollout, Scored, Scores, as_ids
 from etude.core.term import Term
 from etude.errors import RecordError
+from etude.testing import on_ranks
 
 WORKED = [0.0, 2 * math.log(2), -math.log(2)]  # c of the worked example: q = .5, .4, .3 and p = .5, .1, .6
 
@@ -216,32 +216,10 @@ def test_equal_returns_say_nothing() -> None:
     assert trained(policy(baseline=Baseline.BATCH), rows) == near([0.0, 0.0, 0.0])
 
 
-class Waits(Exception):
-    """A rank has handed in its sums and waits for the others."""
-
-
-def on_ranks(terms: Sequence[Term], ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
-    """Every rank prepares its own rows; what each hands in at its n-th call is added up over ranks."""
-    answers = list[Tensor]()
-    while True:
-        handed_in, done = list[Tensor](), list[list[Scored]]()
-        for rows in ranks:
-            known = iter(answers)
-
-            def total(sums: Tensor, known: Iterator[Tensor] = known, handed_in: list[Tensor] = handed_in) -> Tensor:
-                answer = next(known, None)
-                if answer is None:
-                    handed_in.append(sums.clone())
-                    raise Waits
-                return answer
-
-            with suppress(Waits):
-                done.append(prepare(terms, rows, step=0, total=total))
-        # Every rank takes part in every sum, or the others would wait for it for ever.
-        assert len(handed_in) in (0, len(ranks))
-        if done:
-            return [row for rows in done for row in rows]
-        answers.append(torch.stack(handed_in).sum(0))
+def prepared_on_ranks(terms: Sequence[Term], ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
+    """Every rank prepares its own rows; then they are put together."""
+    found = on_ranks(lambda rank, total: prepare(terms, ranks[rank], step=0, total=total), len(ranks))
+    return [row for rows in found for row in rows]
 
 
 @pytest.mark.parametrize("share", range(len(ROUND) + 1))
@@ -253,7 +231,7 @@ def test_two_ranks_have_the_moments_of_one(share: int) -> None:
         LABEL,
         policy("centred", baseline=Baseline.BATCH, discount=0.5, length_normalise=True, **FINISHED),
     ]
-    found = on_ranks(terms, [ROUND[:share], ROUND[share:]])
+    found = prepared_on_ranks(terms, [ROUND[:share], ROUND[share:]])
     for row, (weights, advantages) in zip(found, prepared(terms, ROUND), strict=True):
         assert row.weights is not None
         assert row.advantages is not None
@@ -273,7 +251,7 @@ def test_a_term_that_trains_no_row_of_the_round(term: Term) -> None:
     """Its sums are handed in all the same, on every rank, and its advantages are zero."""
     gold = [row_of([9.0, 9.0], row=r, source=Source.DATASET) for r in range(2)]
     idle = policy(whiten=term.whiten, baseline=term.baseline, sources={Source.STUDENT})
-    for row in on_ranks([idle], [gold, []]):
+    for row in prepared_on_ranks([idle], [gold, []]):
         assert row.weights is not None
         assert row.advantages is not None
         assert not row.weights.any()
@@ -308,7 +286,7 @@ def judged(name: str = REWARD, **term: object) -> Term:
     return policy(name, **{"teacher": REWARD, "discount": 1.0} | term)
 
 
-GROUPS = [  # two questions of three and two answers, and rows that are not the student's
+GROUPS = [  # one question with three answers, and one with two
     row_of([0.5, -1.0], row=0, group=0, reward=1.0),
     row_of([3.0], row=1, group=0, reward=0.0),
     row_of([2.0, 2.0, 2.0], row=2, group=0, reward=0.5),
@@ -330,8 +308,10 @@ GROUPS = [  # two questions of three and two answers, and rows that are not the 
             [1.0, 1.0, -1.0, 0.0, 0.0, 0.0, -(0.5**0.5), 0.5**0.5, 0.5**0.5],
         ),
         (judged(baseline=Baseline.GROUP, advantage_clip=0.4), [0.4, 0.4, -0.4, 0.0, 0.0, 0.0, -0.4, 0.4, 0.4]),
-        # mean over the trained tokens, 9 / 9
-        (judged(baseline=Baseline.BATCH), [0.0, 0.0, -1.0, -0.5, -0.5, -0.5, -3.0, 3.0, 3.0]),
+        (  # the round's mean is one over its tokens
+            judged(baseline=Baseline.BATCH),
+            [r - 9.5 / 9 for r in (1.0, 1.0, 0.0, 0.5, 0.5, 0.5, -2.0, 4.0, 4.0)],
+        ),
         (judged(length_normalise=True), [0.5, 1.0, 0.0, 0.5 / 3, 0.25, 0.5, -2.0, 2.0, 4.0]),
     ],
 )
@@ -362,7 +342,7 @@ def test_equal_rewards_say_nothing() -> None:
 
 
 def test_only_rows_that_are_trained_are_compared() -> None:
-    """A cut row and one from the dataset: neither trained nor in the mean, and a row left alone is as good as it."""
+    """A cut row and one from the dataset: neither trained nor in the mean. A row left alone has advantage 0."""
     others = [
         row_of([1.0], row=5, group=0, reward=90.0, reason=FinishReason.LENGTH),
         row_of([1.0], row=6, group=5, reward=-90.0, source=Source.DATASET),
@@ -388,7 +368,7 @@ BESIDE = [
 def test_two_ranks_have_the_groups_of_one(share: int) -> None:
     """However the rows are dealt, a rank without any row included, and with a group that lies on both."""
     for ranks in ([GROUPS[:share], GROUPS[share:]], [GROUPS[::2], GROUPS[1::2]]):
-        found = {row.rollout.prompt.row: row.advantages for row in on_ranks(BESIDE, ranks)}
+        found = {row.rollout.prompt.row: row.advantages for row in prepared_on_ranks(BESIDE, ranks)}
         for row, (_, advantages) in zip(GROUPS, prepared(BESIDE, GROUPS), strict=True):
             torch.testing.assert_close(found[row.rollout.prompt.row], advantages, atol=1e-6, rtol=0)
 
@@ -406,7 +386,7 @@ def test_a_question_with_one_row_has_nobody_to_be_compared_with() -> None:
     lone = row_of([1.0], row=9, reward=1.0)  # its own group, 9
     for ranks in ([[*GROUPS, lone], []], [GROUPS, [lone]]):
         with pytest.raises(RecordError, match="question 9 of the round has one row; expected at least two"):
-            on_ranks([judged(baseline=Baseline.GROUP)], ranks)
+            prepared_on_ranks([judged(baseline=Baseline.GROUP)], ranks)
 
 
 def test_a_trained_row_needs_a_reward() -> None:

@@ -533,6 +533,31 @@ def test_a_beta_next_to_an_end_is_warned_about(beta: float, warned: int) -> None
     assert all(f"term 'near': jsd with beta = {beta} has about 0.01 times" in warning for warning in warnings)
 
 
+# Rewards ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_beside_a_divergence() -> None:
+    """Rewards 1 and -2 for answers of three and two tokens, one count each term; a reward shows no divergence."""
+    rows, logits = disagreement_outside_the_answers()
+    rows = [replace(row, reward=reward) for row, reward in zip(rows, (1.0, -2.0), strict=True)]
+    judged = replace(PPO, name="judged", teacher="reward", discount=1.0, importance=Importance.NONE, clip=None)
+    logprobs = [row.student_logprobs for row in rows if row.student_logprobs is not None]
+    expected = -(1.0 * logprobs[0].sum() - 2.0 * logprobs[1].sum()) / 5
+    objective = Objective([judged])
+    assert (objective.teachers, objective.needs_student_logprobs, objective.needs_rewards) == ((), False, True)
+    loss, metrics, _ = total(objective, rows, logits)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert metrics["tokens/judged"] == 5
+    assert "divergence/judged" not in metrics
+    both = Objective([replace(judged, coefficient=0.25), Term("kl", coefficient=0.75)])
+    together, metrics, _ = total(both, rows, logits)
+    (kl, _, _) = total(Objective([Term("kl")]), rows, logits)
+    assert together.item() == pytest.approx(0.25 * loss.item() + 0.75 * kl.item(), abs=1e-9)
+    assert "divergence/kl" in metrics
+    clipping = Objective([replace(PPO, name="judged", teacher="reward", discount=1.0)])
+    assert [name for name in clipping.metric_names if "judged" in name] == ["tokens/judged", "clipped/judged"]
+
+
 # Devices ------------------------------------------------------------------------------------------------------------
 
 

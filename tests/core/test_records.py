@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,21 @@ def test_training_ids_are_prompt_and_completion_as_they_are() -> None:
     assert row.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert (row.num_prompt_tokens, row.num_completion_tokens, row.truncated) == (3, 2, True)
     assert not rollout([1], [2]).truncated
+
+
+def test_a_prompt_without_a_group_is_a_question_of_its_own() -> None:
+    assert Prompt(as_ids([1]), row=3).question == 3
+    assert replace(Prompt(as_ids([1]), row=3), row=4).question == 4
+    assert Prompt(as_ids([1]), row=3, group=0).question == 0
+    with pytest.raises(RecordError, match="row 3 has group -1; expected a number from 0 on"):
+        Prompt(as_ids([1]), row=3, group=-1)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_is_finite(reward: float) -> None:
+    with pytest.raises(RecordError, match="reward of row 3 is .* expected a finite number"):
+        Scored(rollout([1], [2]), {}, reward=reward)
+    assert Scored(rollout([1], [2]), {}, reward=-0.5).reward == -0.5
 
 
 @pytest.mark.parametrize(

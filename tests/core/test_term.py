@@ -139,6 +139,14 @@ def test_a_term_refuses_what_would_do_nothing(arguments: dict[str, object], mess
         ({"baseline": Baseline.BATCH, "whiten": True}, "whitening takes the round's mean off already"),
         ({"advantage_clip": 0.0}, "has advantage_clip 0.0; expected a size above 0"),
         ({"disagreement_weight": 1.0}, "has disagreement_weight 1.0; expected a weight above 1"),
+        (
+            {"baseline": Baseline.GROUP},
+            "has baseline 'group' with teacher 'teacher'; it is the mean reward of a question",
+        ),
+        ({"teacher": "reward", "form": Form.K1}, "has form k1 with teacher 'reward'; these compare with a model"),
+        ({"teacher": "reward", "baseline": Baseline.STATE_KL}, "has baseline state_kl with teacher 'reward'; these"),
+        ({"teacher": "reward", "disagreement_weight": 1.5}, "has disagreement_weight 1.5 with teacher 'reward'; these"),
+        ({"teacher": "reward", "teacher_entropy": 0.0}, "has teacher_entropy 0.0 with teacher 'reward'; these"),
     ],
 )
 def test_a_policy_gradient_term_refuses_what_is_out_of_range(arguments: dict[str, object], message: str) -> None:
@@ -156,6 +164,7 @@ def test_a_policy_gradient_term_refuses_what_is_out_of_range(arguments: dict[str
         (Term(**POLICY), {DRAWN}),
         (Term(**POLICY, baseline=Baseline.STATE_KL), {DRAWN, HIDDEN}),
         (Term(**POLICY, baseline=Baseline.BATCH), {DRAWN}),
+        (Term(**POLICY, teacher="reward", discount=1.0), {Gives.REWARDS}),
         (Term(support=Support.SAMPLED, teacher_entropy=0.5), {DRAWN, HIDDEN}),
     ],
 )
@@ -169,6 +178,12 @@ def test_what_prepare_must_know() -> None:
     assert not Term(**POLICY, baseline=Baseline.STATE_KL).round_moments_needed
     assert Term(**POLICY, baseline=Baseline.BATCH).round_moments_needed
     assert Term(**POLICY, whiten=True).round_moments_needed
+    assert Term(**POLICY).log_ratios_needed
+    judged = {**POLICY, "teacher": "reward", "discount": 1.0}
+    assert Term(**judged).rewards_needed
+    assert not Term(**judged).log_ratios_needed
+    assert Term(**judged, whiten=True).round_moments_needed
+    assert not Term(**judged, whiten=True, baseline=Baseline.GROUP).round_moments_needed  # the group's are enough
 
 
 def test_what_moves_with_the_step() -> None:

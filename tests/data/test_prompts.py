@@ -59,6 +59,9 @@ def test_rows_are_numbered_and_samples_of_a_prompt_stand_together() -> None:
     drawn = numbers(batch)
     assert drawn[::2] == drawn[1::2]
     assert len(set(drawn)) == 3
+    assert [prompt.group for prompt in batch] == [0, 0, 1, 1, 2, 2]
+    # The same question twice in a round is asked twice, of two groups.
+    assert [prompt.group for prompt in source(TEN[:1]).batch(0, 0, prompts=2, samples_per_prompt=2)] == [0, 0, 1, 1]
 
 
 def test_evaluation_prompts_are_fixed() -> None:

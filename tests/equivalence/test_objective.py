@@ -34,6 +34,7 @@ from etude.core.divergences import forward_kl, jsd, reverse_kl
 from etude.core.linear import OutputHead
 from etude.core.objective import Objective, Term
 from etude.core.records import Batch, Prompt, Rollout, Scored, Scores, as_ids
+from etude.testing import on_ranks
 
 VOCAB, HIDDEN, TEACHER_HIDDEN = 19, 6, 4
 Rows = Sequence[Scored]
@@ -111,6 +112,7 @@ TERMS = [
     Term("whitened", **REWARDS, whiten=True, advantage_clip=1.0, disagreement_weight=1.5),
     Term("truncated", **REWARDS, importance=Importance.TRUNCATED, bounds=(0.1, 2.0)),
     Term("masked", **REWARDS, importance=Importance.MASKED, bounds=(0.01, 2.0)),
+    Term("judged", **REWARDS, teacher="reward", baseline=Baseline.GROUP, whiten=True, discount=0.9),
 ]
 
 
@@ -134,7 +136,7 @@ def eight_rows(objective: Objective) -> list[Scored]:
         length = number(1, 9)
         source = Source.DATASET if row in (2, 5) else Source.STUDENT
         written = Rollout(
-            Prompt(torch.randint(VOCAB, (number(1, 6),), generator=generator), row=row),
+            Prompt(torch.randint(VOCAB, (number(1, 6),), generator=generator), row=row, group=row % 2),
             torch.randint(VOCAB, (length,), generator=generator),
             source,
             FinishReason.LENGTH if row % 3 == 0 else FinishReason.STOP,
@@ -144,7 +146,9 @@ def eight_rows(objective: Objective) -> list[Scored]:
         )
         hidden = torch.randn(length, TEACHER_HIDDEN, generator=generator)
         marks = Scores("teacher", sampled_logprobs=logprobs(length), hidden=hidden)
-        rows.append(Scored(written, {"teacher": marks}, student_logprobs=logprobs(length)))
+        rows.append(
+            Scored(written, {"teacher": marks}, student_logprobs=logprobs(length), reward=float(row % 3 == 0) - 0.2)
+        )
     return objective.prepare(rows)
 
 
@@ -305,22 +309,8 @@ def test_a_rank_without_tokens_takes_part_and_adds_nothing(reader: Reader) -> No
 
 
 def prepared_on_ranks(objective: Objective, ranks: Sequence[Rows]) -> list[list[Scored]]:
-    """Each rank's rows, prepared with sums over all ranks: what every rank hands in is kept, then added up."""
-    handed_in = list[list[Tensor]]()
-    for rows in ranks:
-        calls = list[Tensor]()
-
-        def keep(sums: Tensor, calls: list[Tensor] = calls) -> Tensor:
-            calls.append(sums)
-            return sums
-
-        objective.prepare(rows, total=keep)
-        handed_in.append(calls)
-    found = list[list[Scored]]()
-    for rows in ranks:
-        answers = iter([torch.stack(each).sum(0) for each in zip(*handed_in, strict=True)])
-        found.append(objective.prepare(rows, total=lambda _, answers=answers: next(answers)))
-    return found
+    """Each rank's rows, prepared with sums over all ranks."""
+    return on_ranks(lambda rank, total: objective.prepare(ranks[rank], total=total), len(ranks))
 
 
 @pytest.mark.parametrize("share", [0, 3, 7])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ COMMON = [
     "evaluation.prompts=2",
     "optim.schedule=cosine",
 ]
+
+
+def short(fields: Mapping[str, Any], text: str) -> float:
+    """A verifier: the fewer words, the better."""
+    return 1.0 / (1 + len(text.split()))
+
 
 VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
     "dropout, rows from the dataset": (
@@ -58,6 +65,23 @@ VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
             "sampler.other=teacher",
             "sampler.dtype=bfloat16",
         ],
+    ),
+    "a reward off its group's mean beside a divergence": (
+        "llama",
+        [
+            {"divergence": "jsd", "coefficient": 0.3},
+            {
+                "teacher": "reward",
+                "support": "sampled",
+                "estimator": "policy_gradient",
+                "baseline": "group",
+                "whiten": True,
+                "importance": "ppo_clip",
+                "coefficient": 0.7,
+                "sources": ["student"],
+            },
+        ],
+        ["sampler.samples_per_prompt=3", f"data.verifier={__name__}:short", "train.prompts_per_round=2"],
     ),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +21,7 @@ from etude.axes.names import Divergence, Estimator, Form, Importance, Owner, Sou
 from etude.core import advantages, divergences, estimators, linear, logprobs, objective, support, tile
 from etude.core.linear import OutputHead
 from etude.core.objective import Objective
-from etude.core.records import Batch
+from etude.core.records import Batch, Scored
 from etude.core.term import Term
 from etude.models import backbone
 from etude.models.sampling import InProcessSampler
@@ -179,8 +179,38 @@ def moments_of_the_own_rank(patch: pytest.MonkeyPatch) -> None:
 def whitened_last(patch: pytest.MonkeyPatch) -> None:
     """Moments are taken of what is clipped and weighed already, so that the bound bounds nothing."""
     returns, shaped = advantages._returns, advantages._shaped
-    patch.setattr(advantages, "_returns", lambda term, row, mask: shaped(term, returns(term, row, mask), mask, row))
+    patch.setattr(
+        advantages,
+        "_returns",
+        lambda term, row, mask, reward: shaped(term, returns(term, row, mask, reward), mask, row),
+    )
     patch.setattr(advantages, "_shaped", lambda term, values, mask, row: values)
+
+
+def whitened_after_the_kl(patch: pytest.MonkeyPatch) -> None:
+    """The log-ratio to the teacher is part of the reward before the moments are taken."""
+    right = advantages._reward
+
+    def both(term: Term, row: Scored) -> float:
+        kl = (row.student_logprobs - row.scores["teacher"].sampled_logprobs).sum().item()
+        return right(term, row) - kl
+
+    patch.setattr(advantages, "_reward", both)
+
+
+def groups_of_the_own_rank(patch: pytest.MonkeyPatch) -> None:
+    right = advantages._off_their_groups
+
+    def alone(term: Term, scored: Sequence[Scored], trained: Sequence[bool], rewards: Sequence[float], total: object):
+        doubled = [*scored, *scored]  # nobody is left alone, and the mean stays that of this rank
+        return right(term, doubled, [*trained, *trained], [*rewards, *rewards], lambda sums: sums)[: len(scored)]
+
+    patch.setattr(advantages, "_off_their_groups", alone)
+
+
+def reward_at_the_last_token_alone(patch: pytest.MonkeyPatch) -> None:
+    right = estimators.returns
+    patch.setattr(estimators, "returns", lambda rewards, discount: right(rewards, 0.0))
 
 
 def baseline_added_with_the_wrong_sign(patch: pytest.MonkeyPatch) -> None:
@@ -281,6 +311,7 @@ def truth(**term: object) -> Check:
     return check
 
 
+ON_POLICY = Importance.NONE, 1.0
 SAMPLED = {"support": Support.SAMPLED}
 POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
 
@@ -327,6 +358,9 @@ POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
         ),
         (moments_of_the_own_rank, of_advantages("test_two_ranks_have_the_moments_of_one", 2)),
         (moments_of_the_own_rank, of_equivalence("test_a_round_prepared_on_two_ranks_is_the_round", 3)),
+        (whitened_after_the_kl, of_advantages("test_a_reward_is_whitened_before_any_divergence_is_added")),
+        (groups_of_the_own_rank, of_advantages("test_two_ranks_have_the_groups_of_one", 2)),
+        (reward_at_the_last_token_alone, of_truth("test_a_reward_has_the_gradient_of_its_expectation", *ON_POLICY)),
         (whitened_last, of_advantages("test_whitened_then_clipped_then_weighed")),
         (whitened_last, of_truth("test_clipped_advantages")),
         (

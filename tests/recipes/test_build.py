@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.axes.names import Divergence, Gives, Source, Support
+from etude.axes.names import Divergence, FinishReason, Gives, Source, Support
 from etude.config.load import load_recipe
 from etude.config.schema import Recipe
 from etude.config.tables.terms import TermConfig
 from etude.core.objective import Objective, Term
+from etude.core.records import Prompt, Rollout, as_ids
 from etude.errors import DataError, ModelError, PairError, RecipeError
 from etude.models.backbone import TransformersBackbone
 from etude.models.mixture import DatasetSampler, MixtureSampler
@@ -36,6 +37,10 @@ GOLD_TERM = {"name": "gold", "teacher": "label", "divergence": "forward_kl", "so
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return tiny_recipe(tmp_path_factory.mktemp("build"))
+
+
+def rollout_to(prompt: Prompt, ids: list[int]) -> Rollout:
+    return Rollout(prompt, as_ids(ids), Source.STUDENT, FinishReason.STOP, version=0)
 
 
 def built(recipe: Recipe, world: World | None = None) -> Parts:
@@ -103,6 +108,26 @@ class TestNeeds:
     ) -> None:
         with pytest.raises(PairError, match=sentence):
             require_gives(objective, gives)
+
+
+class TestRewards:
+    def test_the_verifier_judges_what_was_written(self, settings: dict[str, Any]) -> None:
+        grpo = {"method": "grpo", **{key: table for key, table in settings.items() if key != "teacher"}}
+        parts = made(grpo, "sampler.samples_per_prompt=2", "train.prompts_per_round=3")
+        assert parts.teachers == {}
+        assert parts.reward is not None
+        [prompt, *_] = parts.prompts(0)
+        words = prompt.example["answer"]
+        right, wrong = (word_tokenizer().encode(text) for text in (f"{words} </s>", f"{words} w1 </s>"))
+        assert parts.reward(rollout_to(prompt, right)) == 1.0
+        assert parts.reward(rollout_to(prompt, wrong)) == 0.0
+        rows, _ = gather(parts, State(), number=0)
+        assert [row.rollout.prompt.group for row in rows] == [0, 0, 1, 1, 2, 2]
+        assert all(row.reward == parts.reward(row.rollout) and row.scores == {} for row in rows)
+
+    def test_nobody_is_judged_in_vain(self, settings: dict[str, Any]) -> None:
+        rows, _ = gather(made(settings), State(), number=0)
+        assert {row.reward for row in rows} == {None}
 
 
 class TestWriters:

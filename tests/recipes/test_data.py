@@ -73,6 +73,17 @@ class TestRows:
         assert data.verify is not None
         assert data.verify(data.held_out[0].example, "nonsense") == 0.0
 
+    def test_where_a_reward_is_trained_on_every_row_needs_an_answer(
+        self, settings: dict[str, Any], tmp_path: Path
+    ) -> None:
+        lines = Path(settings["data"]["prompts"]).read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / "prompts.jsonl").write_text("".join([*lines, '{"prompt": "w1"}\n']), encoding="utf-8")
+        reward = {"terms": [{"teacher": "reward", "support": "sampled", "estimator": "policy_gradient"}]}
+        changes = f"data.prompts={tmp_path / 'prompts.jsonl'}", f"data.eval_prompts={settings['data']['prompts']}"
+        assert read(settings, *changes, "data.eval_size=").verify is not None
+        with pytest.raises(DataError, match=r"prompts.jsonl:25"):
+            read(settings | reward, *changes, "data.eval_size=")
+
     def test_the_fingerprint_tells_other_ids_apart(self, settings: dict[str, Any], tmp_path: Path) -> None:
         written = Path(settings["data"]["prompts"]).read_text(encoding="utf-8")
         labels = ["sampler.student_fraction=0.0", "sampler.other=dataset"]

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from etude.config.load import dump_toml, load_recipe
 from etude.config.schema import Recipe
 from etude.core.records import Scored
-from etude.errors import CheckpointError, DataError, PairError, RecipeError
+from etude.errors import CheckpointError, DataError, PairError, RecipeError, RecordError
 from etude.models.backbone import TransformersBackbone
 from etude.recipes.run import Summary, check, export, train
 from etude.runtime.lock import locked
@@ -71,6 +71,35 @@ def copied(finished: tuple[Recipe, Summary], folder: Path) -> Recipe:
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(input_ids=PROBE).logits
+
+
+def short(fields: Mapping[str, Any], text: str) -> float:
+    """A verifier: the fewer words, the better."""
+    return -float(len(text.split()))
+
+
+class TestRewards:
+    def test_it_learns_from_a_verifier_alone(self, tmp_path: Path) -> None:
+        settings = {key: table for key, table in tiny_recipe(tmp_path).items() if key != "teacher"}
+        changes = ["method=grpo", f"data.verifier={__name__}:short", "train.steps=30", "checkpoint.every=0"]
+        summary = train(load_recipe(settings, changes), quiet=True)
+        lines = [line for line in read_metrics(Path(summary.run) / "metrics.jsonl") if "reward/reward" in line]
+        assert len(lines) == 30
+        assert not any(name.startswith("divergence/") for line in lines for name in line)
+        first, last = (sum(line["reward/reward"] for line in part) / 5 for part in (lines[:5], lines[-5:]))
+        assert last > first + 1.0  # a word less
+        assert summary.after["heldout/accuracy"] > summary.before["heldout/accuracy"] + 1.0
+        assert "heldout/reverse_kl" not in summary.after
+
+    def test_a_verifier_that_finds_no_number(self, tmp_path: Path) -> None:
+        settings = tiny_recipe(tmp_path)
+        changes = ["method=grpo", f"data.verifier={__name__}:lost", "evaluation.greedy=false"]
+        with pytest.raises(RecordError, match="the reward of row 0 is nan; expected a finite number"):
+            train(load_recipe(settings, changes), quiet=True)
+
+
+def lost(fields: Mapping[str, Any], text: str) -> float:
+    return float("nan")
 
 
 class TestFolder:

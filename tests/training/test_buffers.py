@@ -14,7 +14,7 @@ UGLY = torch.tensor([-0.1, torch.finfo(torch.float32).tiny / 8])  # a subnormal 
 
 SAMPLED = Scored(
     Rollout(
-        Prompt(as_ids([5, 6, 7]), row=3, example={"answer": "42", "day": date(2026, 1, 1)}),
+        Prompt(as_ids([5, 6, 7]), row=3, group=1, example={"answer": "42", "day": date(2026, 1, 1)}),
         as_ids([8, 2]),
         Source.STUDENT,
         FinishReason.STOP,
@@ -29,6 +29,7 @@ SAMPLED = Scored(
     weights=torch.tensor([[1.0, 1.0], [0.0, 1 / 3]]),
     advantages=torch.tensor([[0.0, 0.0], [0.0, -2.5]]),
     student_logprobs=UGLY * 5,
+    reward=0.1,
 )
 ANSWER = as_ids([9])
 FROM_THE_DATASET = Scored(  # its completion is the very tensor its prompt carries
@@ -72,6 +73,8 @@ def test_a_row_comes_back_bit_for_bit(row: Scored, tmp_path: Path) -> None:
     for field in ("source", "finish_reason", "version", "truncated"):
         assert getattr(row.rollout, field) == getattr(again.rollout, field)
     assert row.rollout.prompt.row == again.rollout.prompt.row
+    assert row.rollout.prompt.group == again.rollout.prompt.group
+    assert row.reward == again.reward
     assert {name: scores.teacher for name, scores in again.scores.items()} == {name: name for name in row.scores}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from etude.core.objective import Objective, Term
 from etude.core.records import Prompt, Rollout, Scored, as_ids
+from etude.errors import PairError
 from etude.models.roles import AbstractStudent
 from etude.models.student import Student
 from etude.models.table import TableBackbone
@@ -23,7 +24,7 @@ from etude.runtime.world import World
 from etude.testing import CountingTeacher, ScriptedSampler, counting_logits, rollout_of
 from etude.training.evaluation import Answer, EvaluationReport
 from etude.training.learner import Learner
-from etude.training.loop import Parts, describe, due, gather, train
+from etude.training.loop import Parts, describe, due, gather, mean_rewards, train
 from etude.training.stages import Plan
 from etude.training.state import Saver, State
 
@@ -252,3 +253,53 @@ def test_describe() -> None:
         "rollout/truncated": 0.5,
         "rollout/tokens": 4.0,
     }
+
+
+class TestRewards:
+    """A verifier that likes odd answers, and a term on nothing else: no teacher at all."""
+
+    TERM = Term("odd", teacher="reward", support="sampled", estimator="policy_gradient", discount=1.0, baseline="batch")
+
+    @staticmethod
+    def odd(rollout: Rollout) -> float:
+        return float(rollout.completion_ids[0].item() % 2)
+
+    def parts(self, folder: Path, steps: int, **changes: Any) -> Parts:
+        objective = Objective([self.TERM])
+        parts = parts_of(folder, Plan(steps=steps), objective=objective, teachers={}, reward=self.odd, **changes)
+        learner = Learner(
+            parts.student,
+            objective,
+            torch.optim.AdamW(parts.student.trainable_parameters().values(), lr=0.1, weight_decay=0.0),
+            heads={},
+            plan=parts.plan,
+            rate=lambda step: 1.0,
+            world=World(),
+            tokens_per_micro_batch=6,
+            clip_norm=1.0,
+            seed=5,
+        )
+        return replace(parts, learner=learner)
+
+    def test_the_rows_carry_their_rewards_and_the_log_their_mean(self, tmp_path: Path) -> None:
+        parts = self.parts(tmp_path, 5)
+        before = weights(parts).clone()
+        run(parts)
+        lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward/odd" in line]
+        # prompts end with 4 + round % 5, answered with that number
+        assert [line["reward/odd"] for line in lines] == [0.0, 1.0, 0.0, 1.0, 0.0]
+        assert not any(name.startswith("divergence/") for line in lines for name in line)
+        assert weights(parts).equal(before)  # all rows of a round were equally good
+
+    def test_without_a_verifier(self, tmp_path: Path) -> None:
+        with pytest.raises(PairError, match="a term trains on rewards and there is no verifier"):
+            run(replace(self.parts(tmp_path, 1), reward=None))
+
+    def test_only_rows_that_the_term_trains_are_averaged(self) -> None:
+        rows = [
+            Scored(rollout_of([3], [4, 5], row=row), {}, torch.tensor([[trained, trained]]), reward=reward)
+            for row, (trained, reward) in enumerate([(1.0, 0.25), (0.0, 100.0), (1.0, 0.75)])
+        ]
+        assert mean_rewards(rows, Objective([self.TERM]), World()) == {"reward/odd": 0.5}
+        assert mean_rewards(rows[1:2], Objective([self.TERM]), World()) == {}
+        assert mean_rewards(rows, Objective([Term()]), World()) == {}

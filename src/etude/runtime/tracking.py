@@ -50,6 +50,7 @@ METRICS: Mapping[str, str] = {
     "rollout/truncated": "share of the round's rows cut at max_new_tokens",
     "rollout/tokens": "completion tokens of the round",
     "heldout/reverse_kl": "mean KL(student || teacher) per token of fresh student samples on held-out prompts, in nats",
+    "heldout/entropy": "mean entropy of the student's next-token distribution at those tokens, in nats",
     "heldout/accuracy": "mean score the verifier gives those samples",
     "heldout/accuracy_greedy": "the same for greedy answers",
     "heldout/length": "mean completion tokens of those samples",

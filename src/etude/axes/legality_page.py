@@ -28,8 +28,8 @@ AXES: Mapping[str, str] = {
     "else `plain`",
     "rows": "who wrote the rows the term meets: the `student`, `others`, both (`mixed`), nobody (`none`)",
     "tokens": "what the student's rows are drawn from: its `own` distribution at the loss temperature, the same at "
-    "another temperature (`tempered`), cut by top-p, top-k or temperature 0 (`truncated`), or written together with the "
-    "teacher (`joint`)",
+    "another temperature (`tempered`), cut by top-p, top-k or temperature 0 (`truncated`), or written together with "
+    "the teacher (`joint`)",
     "steps": "optimiser steps on the rows of a round: `one` or `several` (updates_per_round x epochs)",
     "credit": "what a token answers for: itself (`token`, discount 0), all that follows (`sequence`, discount 1), or "
     "something between (`discounted`)",
@@ -47,15 +47,16 @@ _VALUES: Mapping[str, type[StrEnum]] = {
 _INTRODUCTION = """\
 # Which combinations have a gradient
 
-A term of the loss is a point of the [axes](method.md), and not every point has the gradient that its name promises. Before
-any weight is loaded etude looks each term up in the table below; `etude check RECIPE` prints what it found. The table is
-data, `etude.axes.legality.RULES`, and this page is what `etude methods --legality` prints.
+A term of the loss is a point of the [axes](method.md), and not every point has the gradient that its name promises.
+Before any weight is loaded etude looks each term up in the table below; `etude check RECIPE` prints what it found.
+The table is data, `etude.axes.legality.RULES`, and this page is what `etude methods --legality` prints.
 
 ## Why
 
-Let y be a token that the student q draws, p the teacher, and c = log q(y) - log p(y). Whatever an implementation computes,
-its update multiplies grad log q(y) by some coefficient, and the mean over the draw decides. A coefficient that does not
-depend on y has the mean zero, because the probabilities sum to one: sum over y of q(y) grad log q(y) = grad 1 = 0.
+Let y be a token that the student q draws, p the teacher, and c = log q(y) - log p(y). Whatever an implementation
+computes, its update multiplies grad log q(y) by some coefficient, and the mean over the draw decides. A coefficient
+that does not depend on y has the mean zero, because the probabilities sum to one: sum over y of q(y) grad log q(y) =
+grad 1 = 0.
 
 | coefficient of grad log q(y) | expected gradient | where it comes from |
 |---|---|---|
@@ -65,16 +66,18 @@ depend on y has the mean zero, because the probabilities sum to one: sum over y 
 | p(y)/q(y) - 1 + c | of KL(q &#124;&#124; p) minus KL(p &#124;&#124; q) | k3 as a detached reward |
 | the divergence of the state | zero | a state's value as the advantage |
 
-The mean is over q's own draws. Tokens of another distribution b need the weight q(y)/b(y), and no weight brings back a token
-that b never draws. Full support sums over the vocabulary and draws nothing, so it does not ask who wrote the token, only
-which states were visited. [Pitfalls](pitfalls.md#losses-whose-gradient-is-not-what-their-name-says) has the derivations
-with numbers, and the test suite shows each verdict by enumerating every sequence of a small vocabulary.
+The mean is over q's own draws. Tokens of another distribution b need the weight q(y)/b(y), and no weight brings back
+a token that b never draws. Full support sums over the vocabulary and draws nothing, so it does not ask who wrote the
+token, only which states were visited. [Pitfalls](pitfalls.md#losses-whose-gradient-is-not-what-their-name-says) has
+the derivations with numbers, and the test suite shows each verdict by enumerating every sequence of a small
+vocabulary.
 
 ## Verdicts
 
 - **exact**: the expected gradient is that of the named objective, at the states that the rows visit.
 - **surrogate**: it is that of a stand-in, which the reason states.
-- **refused**: it is zero, or belongs to another objective. The recipe ends with the reason and with what to write instead.
+- **refused**: it is zero, or belongs to another objective. The recipe ends with the reason and with what to write
+  instead.
 """
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -53,7 +55,7 @@ def prepared(terms: Term | Sequence[Term], rows: Sequence[Scored], step: int = 0
     """Weights and advantages [J, C] of each row."""
     terms = [terms] if isinstance(terms, Term) else terms
     found = list[tuple[Tensor, Tensor]]()
-    for row in prepare(terms, rows, step=step, total=alone):
+    for row in prepare(terms, rows, step=step, total=alone, gather=alone):
         assert row.weights is not None
         assert row.advantages is not None
         found.append((row.weights, row.advantages))
@@ -203,24 +205,28 @@ def test_equal_returns_say_nothing() -> None:
 
 
 def on_ranks(terms: Sequence[Term], ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
-    """Every rank prepares its own rows; what each hands in at its n-th call is added up over ranks."""
-    handed_in = list[list[Tensor]]()
-    for rows in ranks:
-        calls = list[Tensor]()
+    """Every rank prepares its own rows at once; what each hands in is added up, or joined, when all have done so."""
+    handed_in, answers = [Tensor()] * len(ranks), [Tensor()] * len(ranks)
+    meeting = Barrier(len(ranks), timeout=10)  # a rank that takes no part would be waited for: the test fails
 
-        def record(sums: Tensor, calls: list[Tensor] = calls) -> Tensor:
-            calls.append(sums.clone())
-            return sums
+    def together(rank: int, mine: Tensor, join: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        handed_in[rank] = mine
+        meeting.wait()
+        answers[rank] = join(handed_in)
+        meeting.wait()
+        return answers[rank]
 
-        prepare(terms, rows, step=0, total=record)
-        handed_in.append(calls)
-    found = list[Scored]()
-    for rows in ranks:
-        # strict: every rank takes part in every sum, or the others would wait for it for ever
-        answers = iter([torch.stack(each).sum(0) for each in zip(*handed_in, strict=True)])
-        found += prepare(terms, rows, step=0, total=lambda _, answers=answers: next(answers))
-        assert next(answers, None) is None
-    return found
+    def work(rank: int) -> list[Scored]:
+        return prepare(
+            terms,
+            ranks[rank],
+            step=0,
+            total=lambda mine: together(rank, mine, lambda all_of_them: torch.stack(list(all_of_them)).sum(0)),
+            gather=lambda mine: together(rank, mine, lambda all_of_them: torch.cat(list(all_of_them))),
+        )
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [row for rows in pool.map(work, range(len(ranks))) for row in rows]
 
 
 @pytest.mark.parametrize("share", range(len(ROUND) + 1))
@@ -257,7 +263,7 @@ def test_a_term_that_trains_no_row_of_the_round(term: Term) -> None:
         assert row.advantages is not None
         assert not row.weights.any()
         assert not row.advantages.any()
-    assert prepare([idle], [], step=0, total=alone) == []
+    assert prepare([idle], [], step=0, total=alone, gather=alone) == []
 
 
 # What is missing ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 LABEL = "label"  # reserved teacher name: the one-hot label, that is, the row's own ids
+REFERENCE = "reference"  # reserved teacher name: a frozen model to stay near, or to extrapolate away from
 
 
 class Source(StrEnum):

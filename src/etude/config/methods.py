@@ -185,6 +185,31 @@ _ROWS = (
         "run.",
     ),
     Method(
+        "exopd",
+        "extrapolated: the drawn token's advantage goes on beyond the teacher, away from where the student began",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [
+                _term("reverse_kl", **_DRAWN, importance="truncated", bounds=[0.0, 5.0], extrapolation=1.25),
+            ],
+        },
+        "arXiv 2602.12125 (G-OPD, ExOPD)",
+        "The target is teacher^1.25 reference^-0.25. The reference is the student as it begins; the paper's reward "
+        "correction names the model its teacher was trained from in [reference] instead. extrapolation below 1 "
+        "interpolates. The logged divergence lacks each state's constant, so that it may be below zero.",
+    ),
+    Method(
+        "tip",
+        "reverse KL on the tokens that teach: where the student is uncertain, or confident and wrong",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [_term("reverse_kl", entropy_share=0.5, confident_wrong_share=0.1)],
+        },
+        "Xu et al. (2026), arXiv 2604.14084",
+        "Half of the tokens by entropy is the paper's; that a tenth of the others joins them is ours, and so is "
+        "measuring who is wrong by the drawn token's log-ratio.",
+    ),
+    Method(
         "iw-opd",
         "the drawn token's log-ratio as advantage, early tokens weighing more, the less the more has been disagreed on",
         {

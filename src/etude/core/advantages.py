@@ -1,8 +1,8 @@
 """What a round fixes before its first step: which tokens each term trains, with what weight and what advantage.
 
-Of one row alone, except where a term asks for the round's mean or deviation: those are sums over every row of every
-rank, so that neither micro-batches nor ranks change them. All of it is detached. `Objective.prepare` calls it; what
-needs logits as they are in a step belongs to `core.tile`.
+Of one row alone, except where a term asks for the round's mean or deviation, or for its most informative tokens: those
+are found over every row of every rank, so that neither micro-batches nor ranks change them. All of it is detached.
+`Objective.prepare` calls it; what needs logits as they are in a step belongs to `core.tile`.
 
 Legend: C completion tokens of a row, J terms.
 """
@@ -14,31 +14,41 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from etude.axes.names import Baseline, Importance
+from etude.axes.names import REFERENCE, Baseline, Importance
 from etude.core import estimators
 from etude.core.records import Scored
 from etude.core.reduction import row_weights
 from etude.core.term import Term
-from etude.core.weighting import disagreement_weights, row_mask
+from etude.core.transforms import extrapolated
+from etude.core.weighting import disagreement_weights, informative_thresholds, informative_tokens, row_mask
 from etude.errors import RecordError
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks."""
+Gather = Callable[[Tensor], Tensor]
+"""Puts the one-dimensional tensors of all ranks one after the other."""
 
 
-def prepare(terms: Sequence[Term], scored: Sequence[Scored], *, step: int, total: Total) -> list[Scored]:
-    """Every row with weights [J, C] and advantages [J, C].
+def prepare(
+    terms: Sequence[Term], scored: Sequence[Scored], *, step: int, total: Total, gather: Gather
+) -> list[Scored]:
+    """Every row with weights [J, C], advantages [J, C] and the number of tokens [J] each term chose from.
 
     Args:
         terms: of the objective.
         scored: this rank's rows of the round.
         step: the round's first optimiser step, from 0; decides horizons.
         total: sums over all ranks; called by every rank alike, however many rows it has.
+        gather: joins what all ranks have; likewise.
 
     Raises:
-        RecordError: a row lacks a score, or the student's log-probabilities a term needs.
+        RecordError: a row lacks a score, or what a term needs of the student.
     """
     masks = [[_mask(term, row, step) for term in terms] for row in scored]
+    candidates = [torch.tensor([int(mask_C.sum()) for mask_C in of_row]) for of_row in masks]
+    for j, term in enumerate(terms):
+        if term.chooses:
+            _choose(term, scored, [of_row[j] for of_row in masks], gather)
     advantages = [
         [_returns(term, row, mask_C) for term, mask_C in zip(terms, of_row, strict=True)]
         for row, of_row in zip(scored, masks, strict=True)
@@ -54,8 +64,9 @@ def prepare(terms: Sequence[Term], scored: Sequence[Scored], *, step: int, total
             advantages=torch.stack(
                 [_shaped(*each, row) for each in zip(terms, values, of_row, strict=True)],
             ),
+            candidates=candidates_J,
         )
-        for row, of_row, values in zip(scored, masks, advantages, strict=True)
+        for row, of_row, values, candidates_J in zip(scored, masks, advantages, candidates, strict=True)
     ]
 
 
@@ -70,20 +81,77 @@ def _mask(term: Term, row: Scored, step: int) -> Tensor:
     )
 
 
-def log_ratios(term: Term, row: Scored) -> Tensor:
-    """[C] log student - log teacher of the drawn tokens, the student as it was before the round's first step."""
-    scores = row.scores.get(term.teacher)
-    if scores is None or scores.sampled_logprobs is None or row.student_logprobs is None:
-        raise RecordError(
-            f"term '{term.name}' needs the log-probabilities of student and teacher '{term.teacher}' for row "
-            f"{row.rollout.prompt.row}; the row has scores of {sorted(row.scores)}"
+def _choose(term: Term, scored: Sequence[Scored], masks: Sequence[Tensor], gather: Gather) -> None:
+    """Leave a term its informative tokens, in place; thresholds are the round's, over the tokens it trains."""
+    marks = [_informative(term, row, mask_C) for row, mask_C in zip(scored, masks, strict=True)]
+
+    def of_round(place: int) -> Tensor:
+        trained = [mark_2C[place][mask_C] for mark_2C, mask_C in zip(marks, masks, strict=True)]
+        return gather(torch.cat([torch.zeros(0), *trained]))
+
+    entropy_threshold, disagreement_threshold = informative_thresholds(
+        of_round(0),
+        of_round(1),
+        entropy_share=term.entropy_share or 0.0,
+        disagreement_share=term.confident_wrong_share or 0.0,
+    )
+    for (entropy_C, c_C), mask_C in zip(marks, masks, strict=True):
+        mask_C &= informative_tokens(
+            student_entropy_n=entropy_C,
+            disagreement_n=c_C,
+            entropy_threshold=entropy_threshold,
+            disagreement_threshold=disagreement_threshold,
         )
+
+
+def _informative(term: Term, row: Scored, mask_C: Tensor) -> Tensor:
+    """[2, C] student's entropy and log-ratio, as far as the term chooses by them and trains the row at all."""
+    marks_2C = torch.zeros(2, *mask_C.shape)
+    if not bool(mask_C.any()):
+        return marks_2C
+    if term.entropy_share is not None:
+        if row.student_entropy is None:
+            raise RecordError(
+                f"term '{term.name}' chooses tokens by the student's entropy, which row {row.rollout.prompt.row} lacks"
+            )
+        marks_2C[0] = row.student_entropy
+    if term.confident_wrong_share is not None:
+        marks_2C[1] = log_ratios(term, row)
+    return marks_2C
+
+
+def log_ratios(term: Term, row: Scored) -> Tensor:
+    """[C] log student - log target of the drawn tokens, the student as it was before the round's first step."""
+    target_C = _drawn_logprobs(term, term.teacher, row)
+    if term.extrapolation is not None:
+        target_C = extrapolated(
+            teacher_logprobs=target_C,
+            reference_logprobs=_drawn_logprobs(term, REFERENCE, row),
+            extrapolation=term.extrapolation,
+        )
+    if row.student_logprobs is None:
+        raise RecordError(_lacking(term, term.teacher, row))
     if term.importance is not Importance.NONE and row.rollout.behaviour_logprobs is None:
         raise RecordError(
             f"term '{term.name}' weighs row {row.rollout.prompt.row} by student / behaviour, and the row carries "
             "no behaviour_logprobs; take them from the sampler that wrote it"
         )
-    return estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=scores.sampled_logprobs)
+    return estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=target_C)
+
+
+def _drawn_logprobs(term: Term, teacher: str, row: Scored) -> Tensor:
+    """[C] what a teacher says of the drawn tokens."""
+    scores = row.scores.get(teacher)
+    if scores is None or scores.sampled_logprobs is None:
+        raise RecordError(_lacking(term, teacher, row))
+    return scores.sampled_logprobs
+
+
+def _lacking(term: Term, teacher: str, row: Scored) -> str:
+    return (
+        f"term '{term.name}' needs the log-probabilities of student and teacher '{teacher}' for row "
+        f"{row.rollout.prompt.row}; the row has scores of {sorted(row.scores)}"
+    )
 
 
 def _returns(term: Term, row: Scored, mask_C: Tensor) -> Tensor:

@@ -121,17 +121,20 @@ class Scored:
     weights: Tensor | None = None  # [J, C] float32: each term's mask times weight; zero where the term does not train
     advantages: Tensor | None = None  # [J, C] float32, detached; zero for analytic terms
     student_logprobs: Tensor | None = None  # [C] float32: the student before the round's first step, if a term needs it
+    student_entropy: Tensor | None = None  # [C] float32, nats, of its distribution there: likewise
+    candidates: Tensor | None = None  # [J] int64: tokens each term would train if it chose none of them
 
     def __post_init__(self) -> None:
         row, length = self.rollout.prompt.row, self.rollout.num_completion_tokens
         for scores in self.scores.values():
             scores.check(self.rollout)
         _check_completion(f"student_logprobs of row {row}", self.student_logprobs, length)
+        _check_completion(f"student_entropy of row {row}", self.student_entropy, length)
         _check_completion(f"weights of row {row}", self.weights, length, ndim=2, axis=1)
         _check_completion(f"advantages of row {row}", self.advantages, length, ndim=2, axis=1)
 
     def with_prepared(self, **fields: Tensor | None) -> Scored:
-        """A copy with weights, advantages or student log-probs filled in."""
+        """A copy with what the round fixed filled in: weights, advantages, the student's own marks."""
         return replace(self, **fields)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from etude.axes.names import (
     LABEL,
+    REFERENCE,
     Baseline,
     Divergence,
     Estimator,
@@ -40,6 +41,7 @@ class Term:
 
     name: str = "reverse_kl"  # how metrics call it
     teacher: str = "teacher"  # a teacher's name, or "label": the one-hot label, i.e. cross-entropy
+    extrapolation: float | None = None  # lambda of the target teacher^lambda reference^(1 - lambda); None: 1
     support: Support = Support.FULL
     top_k: int | None = None  # top_k: ids kept a side
     owner: Owner | None = None  # top_k; None: the teacher's
@@ -67,7 +69,16 @@ class Term:
     first_tokens: int | Ramp | None = None  # the horizon: tokens after these are not trained; None: to the end
     disagreement_weight: float | None = None  # policy gradient: weight of a row's first token, falling to 1
     teacher_entropy: float | None = None  # nats: only tokens at which the teacher is less certain than this
+    entropy_share: float | None = None  # of the round's tokens, those where the student is least certain
+    confident_wrong_share: float | None = None  # of the others, those it is surest of against its teacher
     reduction: Reduction = Reduction.TOKEN_MEAN
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Names of the models whose marks it needs, each what `needs` says."""
+        if self.teacher == LABEL:
+            return ()
+        return (self.teacher,) if self.extrapolation is None else (self.teacher, REFERENCE)
 
     @property
     def needs(self) -> frozenset[Gives]:
@@ -77,12 +88,19 @@ class Term:
         needs = {Gives.SAMPLED_LOGPROBS} if self.support is Support.SAMPLED else {Gives.HIDDEN_STATES}
         if self.baseline is Baseline.STATE_KL or self.teacher_entropy is not None:
             needs.add(Gives.HIDDEN_STATES)
+        if self.confident_wrong_share is not None:
+            needs.add(Gives.SAMPLED_LOGPROBS)
         return frozenset(needs)
 
     @property
     def rewards_needed(self) -> bool:
         """Whether `prepare` must turn log-ratios into advantages."""
         return self.estimator is Estimator.POLICY_GRADIENT
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it trains the informative tokens of a round only."""
+        return self.entropy_share is not None or self.confident_wrong_share is not None
 
     @property
     def round_moments_needed(self) -> bool:
@@ -122,6 +140,8 @@ class Term:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else axis(value))
         object.__setattr__(self, "sources", frozenset(Source(source) for source in self.sources))
+        if self.extrapolation == 1.0:  # the reference cancels, so it is never asked
+            object.__setattr__(self, "extrapolation", None)
         if self.support is Support.TOP_K:
             object.__setattr__(self, "owner", self.owner or Owner.TEACHER)
             object.__setattr__(self, "tail", self.tail or Tail.BUCKET)

@@ -36,6 +36,7 @@ METRICS: Mapping[str, str] = {
     "student_mass/{term}": "top_k: mean probability of the student on the kept ids",
     "overlap/{term}": "top_k: mean share of the student's own likeliest k among the teacher's",
     "uncertain/{term}": "share of the term's tokens at which the teacher's entropy was above teacher_entropy",
+    "selected/{term}": "share of its tokens that a term chose to train by entropy_share or confident_wrong_share",
     "tokens/{term}": "tokens the term trained in this step",
     "tokens/scored": "tokens some term trained in this step",
     "tokens/written": "of those, the tokens that somebody sampled, behaviour log-probs at hand",

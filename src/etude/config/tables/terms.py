@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from etude.axes.legality import Point
 from etude.axes.names import (
+    LABEL,
     Baseline,
     Divergence,
     Estimator,
@@ -34,9 +35,18 @@ _OF_POLICY_GRADIENT = OnlyWhen(
 class TermConfig(Noun):
     """`[[terms]]`: one summand of the loss: which teacher, how much of it, measured how, trained how, on which rows."""
 
-    teacher: Literal["teacher", "label"] = Field(
+    teacher: Literal["teacher", "reference", "label"] = Field(
         default="teacher",
-        description='The model of [teacher], or the "label": all probability on the row\'s own next token.',
+        description='The model of [teacher] or of [reference], or the "label": all probability on the row\'s own next '
+        "token.",
+    )
+    extrapolation: Annotated[float | None, OnlyWhen('teacher is "teacher"', lambda term: term.teacher == "teacher")] = (
+        Field(
+            default=None,
+            gt=0,
+            description="The power lambda of the target teacher^lambda reference^(1 - lambda); 1.25 in ExOPD (2026). "
+            "Left out: 1, the teacher itself.",
+        )
     )
     support: Word[Support] = Field(
         default=Support.FULL,
@@ -170,6 +180,22 @@ class TermConfig(Noun):
         default=None,
         ge=0,
         description="Train only where the teacher's entropy is above this, in nats. Left out: everywhere.",
+    )
+    entropy_share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Train this share of the round's tokens, those where the student is least certain; 0.5 in TIP "
+        "(2026). Left out: no choice by it.",
+    )
+    confident_wrong_share: Annotated[
+        float | None, OnlyWhen("teacher is a model", lambda term: term.teacher != LABEL)
+    ] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="And this share of the other tokens, those the student is surest of against its teacher. Left out: "
+        "none of them with entropy_share, else no choice by it.",
     )
     reduction: Word[Reduction] = Field(
         default=Reduction.TOKEN_MEAN,

@@ -14,7 +14,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart quickstart-seeds quickstart-tune when-it-helps maze-models smollm2-controls test lint bench clean
+.PHONY: help quickstart quickstart-seeds quickstart-tune when-it-helps methods-table maze-models smollm2-controls legality-page test lint bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,11 +31,17 @@ quickstart-tune: $(VENV)/.core  ## the learning rate that serves each control be
 when-it-helps: $(VENV)/.core  ## where the gap closes, and where off-policy wins
 	$(BIN)/etude experiment when-it-helps
 
+methods-table: $(VENV)/.core  ## every named method on the maze, three seeds, one table
+	$(BIN)/etude experiment methods-table
+
 maze-models: $(VENV)/.core  ## make the shipped maze teacher and base student again
 	$(BIN)/etude experiment make-maze-models
 
 smollm2-controls: $(VENV)/.smollm2  ## the real-model run and its off-policy controls
 	$(BIN)/etude experiment smollm2-controls
+
+legality-page: $(VENV)/.core  ## write docs/legality.md from the table of combinations
+	$(BIN)/etude methods --legality > docs/legality.md
 
 test: lint  ## lint, then the whole suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2

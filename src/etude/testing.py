@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -299,35 +300,38 @@ class _Waits(Exception):
     """A pretend rank has handed in its sums and waits for the others."""
 
 
-def on_ranks(work: Callable[[int, Callable[[Tensor], Tensor]], T], size: int) -> list[T]:
-    """What `work(rank, total)` returns on each of `size` pretend ranks, where `total` adds up over all of them.
+def on_ranks(work: Callable[[int, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], T], size: int) -> list[T]:
+    """What `work(rank, total, gather)` returns on each of `size` pretend ranks: they add up, and join, what all have.
 
-    Each is begun anew whenever the sum it waits for is known, so `work` must do the same every time.
+    Each is begun anew whenever the tensor it waits for is known, so `work` must do the same every time.
 
-        >>> on_ranks(lambda rank, total: total(torch.tensor([1.0, rank])).tolist(), 3)
-        [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
+        >>> on_ranks(lambda rank, total, gather: total(gather(torch.tensor([rank]))).tolist(), 3)
+        [[0, 3, 6], [0, 3, 6], [0, 3, 6]]
 
     Raises:
-        RuntimeError: a rank returned while others were waiting for it.
+        RuntimeError: the ranks do not take part in the same sums.
     """
     answers: list[Tensor] = []
     while True:
-        handed_in: list[Tensor] = []
+        handed_in: list[tuple[bool, Tensor]] = []  # whether to join it
         done: list[T] = []
         for rank in range(size):
-            known = iter(answers)
-
-            def total(sums: Tensor, known: Iterator[Tensor] = known, handed_in: list[Tensor] = handed_in) -> Tensor:
-                answer = next(known, None)
-                if answer is None:
-                    handed_in.append(sums.clone())
-                    raise _Waits
-                return answer.clone()
-
+            together = partial(_answer, iter(answers), handed_in)
             with suppress(_Waits):
-                done.append(work(rank, total))
+                done.append(work(rank, partial(together, False), partial(together, True)))
         if not handed_in:
             return done
         if done:
-            raise RuntimeError(f"{len(done)} of {size} ranks returned and the others wait for a sum that never comes")
-        answers.append(torch.stack(handed_in).sum(0))
+            raise RuntimeError(f"{len(done)} of {size} ranks returned and the others wait for what never comes")
+        joins, tensors = {join for join, _ in handed_in}, [mine for _, mine in handed_in]
+        if len(joins) > 1:
+            raise RuntimeError("some ranks want to add up while others want to join")
+        answers.append(torch.cat(tensors) if joins.pop() else torch.stack(tensors).sum(0))
+
+
+def _answer(known: Iterator[Tensor], handed_in: list[tuple[bool, Tensor]], join: bool, mine: Tensor) -> Tensor:
+    answer = next(known, None)
+    if answer is None:
+        handed_in.append((join, mine.clone()))
+        raise _Waits
+    return answer.clone()

@@ -71,6 +71,7 @@ def every_point() -> list[Point]:
         for loss_temperature in (1.0, 0.5)
         for sampling in samplings
     ]
+    chosen = [replace(point, chosen_by_draw=True) for point in (*kept, *differentiated)]
     rewards = [
         replace(point, estimator=POLICY, importance=importance, discount=discount, shaped=shaped)
         for point in differentiated
@@ -98,7 +99,7 @@ def every_point() -> list[Point]:
         for shaped in (True, False)
         for sampling in samplings
     ]
-    return [*alike, *detached, *kept, *differentiated, *rewards, *judged]
+    return [*alike, *detached, *kept, *differentiated, *chosen, *rewards, *judged]
 
 
 def test_every_combination_ends_in_a_rule_and_every_rule_is_reached() -> None:
@@ -238,6 +239,10 @@ RATIO = replace(GRADIENT, importance=Importance.RATIO)
         (replace(GRADIENT, importance=Importance.PPO_CLIP), "ppo-clip", "surrogate"),
         (replace(GRADIENT, importance=Importance.TRUNCATED), "bounded-ratio", "surrogate"),
         (replace(written(GRADIENT, temperature=0.7), importance=Importance.MASKED), "bounded-ratio", "surrogate"),
+        (replace(SAMPLED, chosen_by_draw=True), "chosen-by-draw", "surrogate"),
+        (replace(GRADIENT, chosen_by_draw=True), "chosen-by-draw", "surrogate"),
+        (replace(TAIL, chosen_by_draw=True), "chosen-by-draw", "surrogate"),
+        (Point(chosen_by_draw=True), "full", "exact"),
         (replace(GRADIENT, shaped=True), "shaped-advantages", "surrogate"),
         (replace(GRADIENT, shaped=True, discount=0.5), "shaped-advantages", "surrogate"),
         (replace(written(RATIO, temperature=0.7), discount=1.0), "token-ratio-of-returns", "surrogate"),
@@ -287,6 +292,7 @@ class Written:
     importance: Importance = Importance.NONE
     discount: float = 0.0
     sources: tuple[Source, ...] = field(default=tuple(Source))
+    confident_wrong_share: float | None = None
 
 
 @pytest.mark.parametrize(
@@ -299,6 +305,7 @@ class Written:
         ),
         (Written(support=Support.TOP_K, top_k=2, tail=Tail.BUCKET), TOP_K),
         (Written(support=Support.TOP_K, top_k=1, tail=Tail.SAMPLED), replace(TAIL, one_id=True)),
+        (Written(confident_wrong_share=0.1), Point(chosen_by_draw=True)),
         *(
             (Written(support=Support.SAMPLED, estimator=POLICY, **{key: value}), replace(GRADIENT, shaped=shaped))
             for key, value, shaped in (
@@ -353,11 +360,15 @@ def every_term() -> Iterator[dict[str, object]]:
             base = {"teacher": teacher, "divergence": divergence, "detach_mixture": detach}
             for estimator in Estimator:
                 yield base | {"estimator": estimator}
+                if teacher != LABEL:
+                    yield base | {"estimator": estimator, "confident_wrong_share": 0.1}
                 for k, tail in itertools.product((1, 2), Tail):
                     yield base | {"estimator": estimator, "support": Support.TOP_K, "top_k": k, "tail": tail}
             for form in (None, *Form):
                 sampled = base | {"support": Support.SAMPLED, "form": form}
                 yield sampled
+                if teacher != LABEL:
+                    yield sampled | {"confident_wrong_share": 0.1}
                 importances, discounts = tuple(Importance), (0.0, 0.5, 1.0)
                 if divergence is not Divergence.REVERSE_KL:  # refused, whatever the rest
                     importances, discounts = importances[:1], discounts[:1]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from etude import __version__
+from etude.axes.legality_page import legality_page
 from etude.cli.main import HELP, VERBS, main
 from etude.config.load import load_recipe, shipped_recipes
 from etude.errors import NonFiniteError, UsageError
@@ -83,6 +84,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         ),
         (["show", "none.toml"], "recipe file none.toml does not exist"),
         (["show", "--keys", "optimizer"], "a recipe has no key 'optimizer'; `etude show --keys` lists all"),
+        (["methods", "gkd", "--legality"], "--legality is about all methods and gkd was named too"),
         (["methods", "gdk"], "unknown method 'gdk'; did you mean gkd?"),
         (["export"], "the following arguments are required: RUN"),
         (["experiment", "xyzzy"], "unknown experiment 'xyzzy'; expected one of "),
@@ -207,6 +209,8 @@ def test_methods(capsys: pytest.CaptureFixture[str]):
     assert "gkd" in [row.split()[0] for row in table]
     assert main(["methods", "gkd"]) == 0
     assert "arXiv 2306.13649" in capsys.readouterr().out
+    assert main(["methods", "--legality"]) == 0
+    assert capsys.readouterr().out == legality_page()
 
 
 def test_export(calls: list[Any], capsys: pytest.CaptureFixture[str]):
@@ -262,6 +266,7 @@ def test_experiments_are_listed_without_being_imported(experiments: Any, capsys:
         ["show", "--keys"],
         ["methods"],
         ["methods", "gkd"],
+        ["methods", "--legality"],
         ["experiment"],
         ["xyzzy"],
     ],

@@ -38,6 +38,15 @@ def test_rows_as_published():
     assert machines.sampler.samples_per_prompt == 4
 
 
+def test_methods_of_two_models_and_of_chosen_tokens():
+    beyond = load_recipe(LEAST | {"method": "exopd"})
+    (term,) = beyond.terms
+    assert (term.extrapolation, term.importance, term.bounds, term.form) == (1.25, "truncated", (0.0, 5.0), "k1")
+    assert beyond.reference is None
+    (term,) = load_recipe(LEAST | {"method": "tip"}).terms
+    assert (term.entropy_share, term.confident_wrong_share, term.support) == (0.5, 0.1, "full")
+
+
 def test_the_ones_with_a_reward():
     assert METHODS["grpo"].axes["teacher"] == "reward"
     assert METHODS["grpo"].axes["divergence"] == "none"

@@ -170,6 +170,12 @@ def test_name_and_output():
         ({"terms.0.discount": 0.5}, 'only when estimator is "policy_gradient"'),
         ({"terms.0.importance": "ratio"}, 'only when estimator is "policy_gradient"'),
         ({"terms.0.clip": 0.1}, 'only when importance is "ppo_clip"'),
+        ({"terms.0.extrapolation": 1.25, "terms.0.teacher": "reference"}, 'it counts only when teacher is "teacher"'),
+        (
+            {"terms.0": {"teacher": "label", "divergence": "forward_kl", "confident_wrong_share": 0.1}},
+            "confident_wrong_share = 0.1 does nothing here, it counts only when teacher is a model",
+        ),
+        ({"reference.model": "r"}, 'reference does nothing here, it counts only when a term has teacher = "reference"'),
         ({"optim.schedule": "constant", "optim.final_fraction": 0.1}, "only when schedule is not constant"),
         ({"student.lora.dropout": 0.1}, "lora.dropout = 0.1 does nothing while dropout = false"),
         # settings that contradict each other
@@ -195,6 +201,8 @@ def test_name_and_output():
             'terms.0 ("reward") has baseline = "group" and each prompt is answered once',
         ),
         ({"terms.0": REWARDED | {"form": "k1"}, "data.verifier": "exact"}, 'teacher is not "reward"'),
+        ({"terms.0.extrapolation": 0}, "greater than 0"),
+        ({"terms.0.entropy_share": 1}, "less than 1"),
         ({"train.updates_per_round": 9}, "train.updates_per_round = 9 is more than the 8 rows of a round"),
     ],
 )
@@ -217,3 +225,19 @@ def test_a_reward_needs_a_judge_and_no_teacher():
 def test_supervised_fine_tuning_needs_no_teacher():
     settings = {"teacher": "label", "divergence": "forward_kl"}
     assert recipe({"teacher.model": None, "sampler.student_fraction": 0, "terms": [settings]}).teacher is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({}, False),
+        ({"terms.0.extrapolation": 1.0}, False),
+        ({"terms.0.extrapolation": 1.0, "reference.model": "r"}, False),
+        ({"terms.0.extrapolation": 1.25}, True),
+        ({"terms.0.teacher": "reference"}, True),
+        ({"terms.0.teacher": "reference", "teacher.model": None, "reference.model": "r"}, True),
+    ],
+)
+def test_who_asks_the_reference(changes: dict[str, Any], asked: bool):
+    """At a power of 1 its table may stay, for the sake of a sweep."""
+    assert recipe(changes).asks_reference == asked

@@ -33,14 +33,18 @@ class OwnStudent(AbstractStudent):
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.backbone.named_parameters())
 
-    @torch.no_grad()
     def logprobs(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        return [logprobs_C for logprobs_C, _ in self.logprobs_and_entropies(rollouts, temperature)]
+
+    @torch.no_grad()
+    def logprobs_and_entropies(self, rollouts: Sequence[Rollout], temperature: float) -> list[tuple[Tensor, Tensor]]:
         assert isinstance(self.backbone, TableBackbone)
-        marks: list[Tensor] = []
+        marks: list[tuple[Tensor, Tensor]] = []
         for row in rollouts:
             before = row.token_ids[row.num_prompt_tokens - 1 : -1]
             logprobs = (self.backbone.next_logits(before) / temperature).log_softmax(-1)
-            marks.append(logprobs.gather(-1, row.completion_ids[:, None]).squeeze(-1))
+            drawn_C = logprobs.gather(-1, row.completion_ids[:, None]).squeeze(-1)
+            marks.append((drawn_C, -(logprobs.exp() * logprobs).sum(-1)))
         return marks
 
     def save(self, folder: Path) -> None:
@@ -113,6 +117,24 @@ def test_one_mark_a_completion_token_in_the_rows_order(student: AbstractStudent)
         assert not mark.requires_grad
         assert not mark.is_inference()
         assert (mark <= 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_entropies_beside_the_same_marks(student: AbstractStudent, temperature: float) -> None:
+    for rows in (ROWS, ROWS[::-1], []):
+        alone = student.logprobs(rows, temperature)
+        both = student.logprobs_and_entropies(rows, temperature)
+        assert all(mark.equal(other) for mark, (other, _) in zip(alone, both, strict=True))
+        for row, (_, entropies) in zip(rows, both, strict=True):
+            assert (entropies.dtype, entropies.device.type) == (torch.float32, "cpu")
+            assert entropies.shape == (row.num_completion_tokens,)
+            assert not entropies.requires_grad
+            with torch.no_grad():  # of every state but the last, read alone
+                hidden_BTD = student.backbone.hidden_states(*pad_rows([row.token_ids]))
+                states = hidden_BTD[0, row.num_prompt_tokens - 1 : -1]
+                probabilities = (student.backbone.head().logits(states) / temperature).softmax(-1)
+            by_hand = -(probabilities * probabilities.log()).sum(-1)
+            torch.testing.assert_close(entropies, by_hand.float(), atol=1e-5, rtol=0)
 
 
 def test_a_row_is_marked_the_same_in_any_company(student: AbstractStudent) -> None:

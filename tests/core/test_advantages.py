@@ -67,7 +67,7 @@ def prepared(terms: Term | Sequence[Term], rows: Sequence[Scored], step: int = 0
     """Weights and advantages [J, C] of each row."""
     terms = [terms] if isinstance(terms, Term) else terms
     found = list[tuple[Tensor, Tensor]]()
-    for row in prepare(terms, rows, step=step, total=alone):
+    for row in prepare(terms, rows, step=step, total=alone, gather=alone):
         assert row.weights is not None
         assert row.advantages is not None
         found.append((row.weights, row.advantages))
@@ -218,7 +218,9 @@ def test_equal_returns_say_nothing() -> None:
 
 def prepared_on_ranks(terms: Sequence[Term], ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
     """Every rank prepares its own rows; then they are put together."""
-    found = on_ranks(lambda rank, total: prepare(terms, ranks[rank], step=0, total=total), len(ranks))
+    found = on_ranks(
+        lambda rank, total, gather: prepare(terms, ranks[rank], step=0, total=total, gather=gather), len(ranks)
+    )
     return [row for rows in found for row in rows]
 
 
@@ -256,7 +258,7 @@ def test_a_term_that_trains_no_row_of_the_round(term: Term) -> None:
         assert row.advantages is not None
         assert not row.weights.any()
         assert not row.advantages.any()
-    assert prepare([idle], [], step=0, total=alone) == []
+    assert prepare([idle], [], step=0, total=alone, gather=alone) == []
 
 
 # What is missing ----------------------------------------------------------------------------------------------------
@@ -277,6 +279,79 @@ def test_a_ratio_needs_what_the_sampler_recorded(importance: Importance) -> None
     unsure = Scored(bare, row.scores, student_logprobs=row.student_logprobs)
     with pytest.raises(RecordError, match="weighs row 0 by student / behaviour, and the row carries no"):
         prepared(policy(importance=importance, bounds=(0.5, 2.0)), [unsure])
+
+
+def test_a_choice_needs_the_students_own_marks() -> None:
+    row = row_of([1.0])
+    with pytest.raises(RecordError, match="chooses tokens by the student's entropy, which row 0 lacks"):
+        prepared(Term(entropy_share=0.5), [row])
+    bare = row.with_prepared(student_logprobs=None)
+    with pytest.raises(RecordError, match="needs the log-probabilities of student and teacher 'teacher' for row 0"):
+        prepared(Term(confident_wrong_share=0.5), [bare])
+    with pytest.raises(RecordError, match="needs the log-probabilities of student and teacher 'reference' for row 0"):
+        prepared(policy(extrapolation=1.25), [row])
+
+
+# Targets of two models ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [0.5, 1.25, 2.0])
+def test_rewards_of_an_extrapolated_teacher(power: float) -> None:
+    """-c = power log p + (1 - power) log ref - log q, with log q = -1, log p = -1 - c and ref = 1/4."""
+    row = row_of(WORKED)
+    reference = Scores("reference", sampled_logprobs=torch.full((3,), 0.25).log())
+    both = Scored(row.rollout, {**row.scores, "reference": reference}, student_logprobs=row.student_logprobs)
+    rewards = [power * (-1.0 - c) + (1 - power) * math.log(0.25) + 1.0 for c in WORKED]
+    assert trained(policy(extrapolation=power), [both]) == near(rewards)
+    assert trained(policy(extrapolation=power, discount=1.0), [both]) == near([sum(rewards[t:]) for t in range(3)])
+    assert trained(policy(teacher="reference"), [both]) == near([math.log(0.25) + 1.0] * 3)
+    assert trained(policy(extrapolation=1.0), [row]) == near([-c for c in WORKED])  # the reference is not asked
+
+
+# Informative tokens ---------------------------------------------------------------------------------------------------
+
+
+def with_entropy(row: Scored, *entropies: float) -> Scored:
+    return row.with_prepared(student_entropy=torch.tensor(entropies))
+
+
+CHOICES = [
+    with_entropy(row_of([0.0, 3.0, -4.0], row=0), 2.0, 0.1, 0.2),
+    with_entropy(row_of([0.5], row=1), 0.3),
+    with_entropy(row_of([9.0, 9.0], row=2, source=Source.DATASET), 9.0, 9.0),  # of no term below
+    with_entropy(row_of([1.0, 8.0, 2.0, 0.1], row=3, written=[True, False, True, True]), 1.5, 9.0, 0.4, 1.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        # of entropies 2, .1, .2 | .3 | 1.5, .4, 1 and c 0, 3, -4 | .5 | 1, 2, .1
+        ({"entropy_share": 3 / 7}, [[1, 0, 0], [0], [0, 0], [1, 0, 0, 1]]),
+        ({"confident_wrong_share": 2 / 7}, [[0, 1, 0], [0], [0, 0], [0, 0, 1, 0]]),
+        ({"entropy_share": 3 / 7, "confident_wrong_share": 0.25}, [[1, 1, 0], [0], [0, 0], [1, 0, 0, 1]]),
+        ({"entropy_share": 3 / 7, "confident_wrong_share": 0.75}, [[1, 1, 0], [1], [0, 0], [1, 0, 1, 1]]),
+        ({"entropy_share": 0.01}, [[0, 0, 0], [0], [0, 0], [0, 0, 0, 0]]),
+    ],
+)
+@pytest.mark.parametrize("share", range(len(CHOICES) + 1))
+def test_thresholds_are_the_rounds(shares: dict[str, float], expected: list[list[int]], share: int) -> None:
+    """Among the tokens the term trains, however the rows lie on the ranks."""
+    term = Term("chosen", sources={Source.STUDENT}, **shares)
+    found = prepared_on_ranks([Term("all"), term], [CHOICES[:share], CHOICES[share:]])
+    assert [row.weights[1].tolist() for row in found if row.weights is not None] == expected
+    assert [row.candidates.tolist() for row in found if row.candidates is not None] == [[3, 3], [1, 1], [2, 0], [3, 3]]
+
+
+def test_moments_are_those_of_the_chosen_tokens() -> None:
+    term = policy(baseline=Baseline.BATCH, sources={Source.STUDENT}, entropy_share=3 / 7)
+    mean = (0.0 + 1.0 + 0.1) / 3
+    assert trained(term, CHOICES) == near([mean - 0.0, mean - 1.0, mean - 0.1])
+
+
+def test_a_choice_leaves_later_rewards_in_the_return() -> None:
+    term = policy(discount=1.0, sources={Source.STUDENT}, entropy_share=1 / 7)
+    assert trained(term, CHOICES) == near([-(0.0 + 3.0 - 4.0)])
 
 
 # Rewards ------------------------------------------------------------------------------------------------------------
@@ -401,3 +476,12 @@ def test_a_reward_asks_for_no_model() -> None:
     assert trained(judged(), [Scored(bare, {}, reward=2.0)]) == [2.0, 2.0]
     with pytest.raises(RecordError, match="weighs row 0 by student / behaviour, and the row carries no"):
         prepared(judged(importance=Importance.RATIO), [Scored(bare, {}, reward=2.0)])
+
+
+def test_a_groups_rows_are_compared_whatever_tokens_are_chosen() -> None:
+    """The first row's tokens are all too certain to be trained, and its reward stays in the mean."""
+    rows = [
+        with_entropy(row_of([1.0, 1.0], row=0, group=0, reward=0.0), 0.1, 0.2),
+        with_entropy(row_of([1.0, 1.0], row=1, group=0, reward=1.0), 2.0, 0.3),
+    ]
+    assert trained(judged(baseline=Baseline.GROUP, entropy_share=0.5), rows) == near([0.5, 0.5])

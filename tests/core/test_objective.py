@@ -454,6 +454,47 @@ def test_needs() -> None:
     assert gated.needs("teacher") == {Gives.HIDDEN_STATES, Gives.SAMPLED_LOGPROBS}
 
 
+def test_needs_of_the_reference() -> None:
+    beyond = Objective([Term("a"), replace(SAMPLED, extrapolation=1.25), Term("b", teacher="reference")])
+    assert beyond.teachers == ("teacher", "reference")
+    assert beyond.needs("teacher") == {Gives.HIDDEN_STATES, Gives.SAMPLED_LOGPROBS}
+    assert beyond.needs("reference") == {Gives.HIDDEN_STATES, Gives.SAMPLED_LOGPROBS}
+    drawn = Objective([Term("a"), replace(SAMPLED, extrapolation=1.25)])
+    assert drawn.needs("reference") == {Gives.SAMPLED_LOGPROBS}  # not what another term needs of the teacher
+    assert Objective([Term(extrapolation=1.0)]).teachers == ("teacher",)
+    assert Objective([Term(extrapolation=1.0)]).needs("reference") == frozenset()
+
+
+def test_needs_of_terms_that_choose() -> None:
+    uncertain, wrong = Objective([Term(entropy_share=0.5)]), Objective([Term(confident_wrong_share=0.5)])
+    assert (uncertain.chooses, uncertain.needs_student_entropy, uncertain.needs_student_logprobs) == (True, True, False)
+    assert (wrong.chooses, wrong.needs_student_entropy, wrong.needs_student_logprobs) == (True, False, True)
+    assert not Objective([POLICY]).chooses
+    assert not Objective([POLICY]).needs_student_entropy
+
+
+def test_chosen_tokens_alone_are_counted() -> None:
+    """Two of four tokens are the least certain; the mean over a row counts the row's own chosen tokens."""
+    row = Scored(rollout([1], [2, 3, 4, 5]), {}, student_entropy=torch.tensor([0.1, 2.0, 1.0, 0.5]))
+    terms = [
+        Term("half", entropy_share=0.5),
+        Term("rows", entropy_share=0.5, reduction=Reduction.SEQUENCE_MEAN),
+        Term("tail", entropy_share=0.5, skip_first=2),
+        Term("idle", entropy_share=0.5, sources={Source.DATASET}),
+        Term("all"),
+    ]
+    objective = Objective(terms, sampling=Sampling(rows=frozenset(Source)))
+    [prepared] = objective.prepare([row])
+    assert prepared.weights is not None
+    assert prepared.weights.tolist() == [[0, 1, 1, 0], [0, 0.5, 0.5, 0], [0, 0, 1, 0], [0] * 4, [1] * 4]
+    assert objective.counts([prepared]).tolist() == [2, 1, 1, 0, 4]
+    choices = objective.choices([prepared, prepared])
+    assert choices.tolist() == [[4, 4, 2, 0, 8], [8, 8, 4, 0, 8]]
+    assert objective.selected(choices) == {"selected/half": 0.5, "selected/rows": 0.5, "selected/tail": 0.5}
+    with pytest.raises(RecordError, match="was not prepared: call Objective.prepare before choices"):
+        objective.choices([row])
+
+
 def test_metrics_of_a_batch_by_hand() -> None:
     """Two drawn tokens of probability 1/2 and 1/8 under a student of entropies ln 2 and 1.75 ln 2."""
     logits = torch.full((3, VOCAB), -1e9, dtype=torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etude.axes.names import (
+    REFERENCE,
     Baseline,
     Divergence,
     Estimator,
@@ -147,6 +148,11 @@ def test_a_term_refuses_what_would_do_nothing(arguments: dict[str, object], mess
         ({"teacher": "reward", "baseline": Baseline.STATE_KL}, "has baseline state_kl with teacher 'reward'; these"),
         ({"teacher": "reward", "disagreement_weight": 1.5}, "has disagreement_weight 1.5 with teacher 'reward'; these"),
         ({"teacher": "reward", "teacher_entropy": 0.0}, "has teacher_entropy 0.0 with teacher 'reward'; these"),
+        (
+            {"teacher": "reward", "confident_wrong_share": 0.1},
+            "has confident_wrong_share 0.1 with teacher 'reward'; these",
+        ),
+        ({"teacher": "reward", "extrapolation": 1.25}, "has extrapolation 1.25 with teacher 'reward'; a model other"),
     ],
 )
 def test_a_policy_gradient_term_refuses_what_is_out_of_range(arguments: dict[str, object], message: str) -> None:
@@ -166,13 +172,60 @@ def test_a_policy_gradient_term_refuses_what_is_out_of_range(arguments: dict[str
         (Term(**POLICY, baseline=Baseline.BATCH), {DRAWN}),
         (Term(**POLICY, teacher="reward", discount=1.0), {Gives.REWARDS}),
         (Term(support=Support.SAMPLED, teacher_entropy=0.5), {DRAWN, HIDDEN}),
+        (Term(entropy_share=0.5), {HIDDEN}),
+        (Term(confident_wrong_share=0.5), {DRAWN, HIDDEN}),
+        (Term(**POLICY, extrapolation=1.25), {DRAWN}),
     ],
 )
 def test_needs(term: Term, needs: set[Gives]) -> None:
     assert term.needs == needs
 
 
+@pytest.mark.parametrize(
+    ("term", "teachers"),
+    [
+        (Term(), ("teacher",)),
+        (Term(teacher=REFERENCE), (REFERENCE,)),
+        (Term(teacher="label", divergence=Divergence.FORWARD_KL), ()),
+        (Term(extrapolation=1.25), ("teacher", REFERENCE)),
+        (Term(extrapolation=1.0), ("teacher",)),
+    ],
+)
+def test_whom_it_asks(term: Term, teachers: tuple[str, ...]) -> None:
+    assert term.teachers == teachers
+
+
+def test_a_power_of_one_is_no_power() -> None:
+    assert Term(extrapolation=1.0) == Term()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"extrapolation": 0.0}, "has extrapolation 0.0; expected the teacher's power, above 0"),
+        ({"extrapolation": -1.0}, "has extrapolation -1.0; expected the teacher's power, above 0"),
+        (
+            {"extrapolation": 1.25, "teacher": REFERENCE},
+            "has extrapolation 1.25 with teacher 'reference'; a model other",
+        ),
+        ({"extrapolation": 1.25, "teacher": "label"}, "has extrapolation 1.25 with teacher 'label'; a model other"),
+        ({"entropy_share": 0.0}, "has entropy_share 0.0; expected a share of the tokens, strictly between 0 and 1"),
+        ({"confident_wrong_share": 1.0}, "has confident_wrong_share 1.0; expected a share of the tokens"),
+        (
+            {"confident_wrong_share": 0.1, "teacher": "label", "divergence": Divergence.FORWARD_KL},
+            "has confident_wrong_share 0.1 with teacher 'label'; who is wrong is said by a model",
+        ),
+    ],
+)
+def test_what_two_models_and_a_choice_of_tokens_refuse(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Term(**arguments)
+
+
 def test_what_prepare_must_know() -> None:
+    assert Term(entropy_share=0.5).chooses
+    assert Term(confident_wrong_share=0.5).chooses
+    assert not Term(teacher_entropy=0.5).chooses
     assert not Term(support=Support.SAMPLED).rewards_needed
     assert Term(**POLICY).rewards_needed
     assert not Term(**POLICY, baseline=Baseline.STATE_KL).round_moments_needed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from etude.axes.legality import Rule, Sampling
 from etude.axes.names import (
+    REFERENCE,
     Baseline,
     Divergence,
     Estimator,
@@ -60,6 +62,7 @@ def run(
     student: Sequence[Sequence[float]] = STUDENT,
     teacher: Sequence[Sequence[float]] = TEACHER,
     behaviour: Sequence[float] | None = None,
+    reference: Sequence[Sequence[float]] | None = None,
     chunk_bytes: int = 2**20,
 ) -> tuple[float, dict[str, float], Tensor]:
     """Loss (a mean over the row's tokens), metrics, and the gradient on the logits; one row."""
@@ -69,13 +72,18 @@ def run(
     rollout = Rollout(
         Prompt(as_ids([0]), row=0), ids, Source.STUDENT, FinishReason.STOP, version=0, behaviour_logprobs=sampled
     )
-    row = Scored(rollout, {"teacher": Scores("teacher", chosen_p, p)}, student_logprobs=chosen_q)
+    marks, heads = {"teacher": Scores("teacher", chosen_p, p)}, {"teacher": IDENTITY}
+    if reference is not None:
+        ref = logs(reference)
+        marks[REFERENCE] = Scores(REFERENCE, ref.gather(-1, ids[:, None]).squeeze(-1), ref)
+        heads[REFERENCE] = IDENTITY
+    row = Scored(rollout, marks, student_logprobs=chosen_q)
     objective = Unjudged(terms, chunk_bytes=chunk_bytes)
     prepared = objective.prepare([row])
     batch = collate(prepared)
     hidden = q.clone().requires_grad_()
     scales = objective.scales(objective.counts(prepared))
-    loss, sums = objective.sum(hidden[batch.predicted_from_N], IDENTITY, batch, scales, {"teacher": IDENTITY})
+    loss, sums = objective.sum(hidden[batch.predicted_from_N], IDENTITY, batch, scales, heads)
     return loss.item(), objective.summarise(sums), torch.autograd.grad(loss, hidden)[0]
 
 
@@ -157,6 +165,66 @@ def test_an_uncertain_teacher() -> None:
     assert not gradient.any()
     # What is logged as divergence is that of every trained token, gated or not.
     assert open_gate["divergence/gated"] == shut_gate["divergence/gated"] == pytest.approx(REVERSE / 2)
+
+
+# Targets of two models ----------------------------------------------------------------------------------------------
+
+EVEN = [[0.25] * 4] * 2
+OPTIMUM = [0.563697, 0.237006, 0.099649, 0.099649]  # of 1.25 away from an even reference, at the first token
+
+
+def test_over_the_whole_vocabulary_the_target_is_a_distribution() -> None:
+    loss, metrics, gradient = run(Term("beyond", extrapolation=1.25, first_tokens=1), reference=EVEN)
+    expected = sum(q * math.log(q / p) for q, p in zip(STUDENT[0], OPTIMUM, strict=True))
+    assert loss == pytest.approx(expected, abs=1e-5)
+    assert metrics["divergence/beyond"] == pytest.approx(expected, abs=1e-5)
+    forces = [q * (math.log(q / p) - expected) for q, p in zip(STUDENT[0], OPTIMUM, strict=True)]
+    assert gradient[0].tolist() == pytest.approx(forces, abs=1e-5)
+    # Where the student is the target, nothing moves.
+    loss, _, gradient = run(Term("beyond", extrapolation=1.25, first_tokens=1), student=[OPTIMUM] * 2, reference=EVEN)
+    assert abs(loss) < 1e-6
+    assert gradient.abs().max() < 1e-5
+
+
+def test_the_kept_ids_are_the_targets() -> None:
+    term = Term("beyond", support=Support.TOP_K, top_k=2, extrapolation=1.25, first_tokens=1)
+    _, metrics, _ = run(term, reference=EVEN)
+    assert metrics["teacher_mass/beyond"] == pytest.approx(OPTIMUM[0] + OPTIMUM[1], abs=1e-5)
+    # A reference that says what the teacher says most leaves the others: p^2 / ref is (1/4, 1/2, 1/2, 1/2) / 1.75.
+    term = Term("beyond", support=Support.TOP_K, top_k=3, extrapolation=2.0, first_tokens=1)
+    _, metrics, _ = run(term, reference=[[1.0, 0.125, 0.03125, 0.03125]] * 2)
+    assert metrics["teacher_mass/beyond"] == pytest.approx(1.5 / 1.75, abs=1e-5)
+
+
+def test_the_gate_asks_the_target() -> None:
+    """Entropy of the optimum: 1.126 nats, of the teacher 1.213."""
+    for threshold, share in ((1.1, 1.0), (1.15, 0.0)):
+        term = Term("beyond", extrapolation=1.25, first_tokens=1, teacher_entropy=threshold)
+        assert run(term, reference=EVEN)[1]["uncertain/beyond"] == share
+
+
+@pytest.mark.parametrize(("drawn", "advantage"), [(0, 1.559581), (1, -0.693147), (2, -0.866434), (3, -0.173287)])
+def test_advantages_of_an_extrapolated_teacher(drawn: int, advantage: float) -> None:
+    plain = Term("plain", **POLICY, extrapolation=1.25, first_tokens=1)
+    loss, metrics, gradient = run(plain, drawn=(drawn, 0), reference=EVEN)
+    assert loss == pytest.approx(-advantage * math.log(STUDENT[0][drawn]), abs=1e-5)
+    assert metrics["divergence/plain"] == pytest.approx(-advantage, abs=1e-5)
+    forces = [-advantage * (float(v == drawn) - q) for v, q in enumerate(STUDENT[0])]
+    assert gradient[0].tolist() == pytest.approx(forces, abs=1e-5)
+    # k2 has the same update, and the state's mean as a baseline is the mean of these four numbers.
+    k2 = Term("k2", support=Support.SAMPLED, extrapolation=1.25, first_tokens=1)
+    torch.testing.assert_close(run(k2, drawn=(drawn, 0), reference=EVEN)[2], gradient, atol=1e-6, rtol=0)
+    mean = 0.125 * 1.559581 + 0.5 * -0.693147 + 0.25 * -0.866434 + 0.125 * -0.173287
+    centred = Term("centred", **POLICY, extrapolation=1.25, first_tokens=1, baseline=Baseline.STATE_KL)
+    loss, _, _ = run(centred, drawn=(drawn, 0), reference=EVEN)
+    assert loss == pytest.approx(-(advantage - mean) * math.log(STUDENT[0][drawn]), abs=1e-5)
+
+
+def test_a_target_without_its_reference_is_refused() -> None:
+    with pytest.raises(PairError, match="teacher 'reference' gave no hidden states with a head"):
+        run(Term(extrapolation=1.25))
+    with pytest.raises(PairError, match="teacher 'reference' gave no log-probabilities of the drawn ids"):
+        run(Term(support=Support.SAMPLED, extrapolation=1.25))
 
 
 # Drawn tokens -------------------------------------------------------------------------------------------------------
@@ -275,13 +343,16 @@ EVERY_KIND = [
 ]
 
 
+EVERY_KIND += [replace(term, name=f"beyond_{term.name}", extrapolation=1.25) for term in EVERY_KIND]
+
+
 @pytest.mark.parametrize("term", EVERY_KIND, ids=lambda term: term.name)
 @pytest.mark.parametrize("sides", ["student", "teacher", "both", "teacher is sure"])
 def test_zeros_give_no_nan(term: Term, sides: str) -> None:
     hole, sure = [[0.5, 0.25, 0.25, 0.0]] * 2, [[1.0, 0.0, 0.0, 0.0]] * 2
     student = hole if sides in ("student", "both") else STUDENT
     teacher = {"teacher": hole, "both": hole, "teacher is sure": sure}.get(sides, TEACHER)
-    loss, metrics, gradient = run(term, student=student, teacher=teacher)
+    loss, metrics, gradient = run(term, student=student, teacher=teacher, reference=hole)
     assert math.isfinite(loss)
     assert all(math.isfinite(value) for value in metrics.values())
     assert gradient.isfinite().all()

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from etude.axes.legality import RULES, Rule, Sampling
 from etude.axes.names import (
+    REFERENCE,
     REWARD,
     Baseline,
     Divergence,
@@ -52,6 +53,7 @@ def random_logits(seed: int) -> Tensor:
 
 
 STUDENT, TEACHER, OLDER = random_logits(1), random_logits(2), random_logits(1) + 0.3 * random_logits(3)
+ORIGIN = random_logits(4)  # of the reference
 
 
 def token_logprobs(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -62,6 +64,12 @@ def token_logprobs(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def probabilities(behaviour_logprobs_YC: Tensor) -> Tensor:
     """[27] of each completion."""
     return behaviour_logprobs_YC.sum(-1).exp()
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """[13] nats."""
+    probabilities_SV = logits.softmax(-1)
+    return -(probabilities_SV * probabilities_SV.log()).sum(-1)
 
 
 OWN = token_logprobs(STUDENT)
@@ -94,7 +102,10 @@ def expected_gradient(
     were made; `advantages` [27, 3] replaces them; `written` [3] says which tokens were not a tool's; `groups` are
     completions of one question, every row weighted with the probability that all of its group are written.
     """
-    before, teacher = token_logprobs(first_step, objective.temperature), token_logprobs(TEACHER, objective.temperature)
+    before = token_logprobs(first_step, objective.temperature)
+    models = {"teacher": TEACHER, REFERENCE: ORIGIN}
+    drawn = {name: token_logprobs(logits, objective.temperature) for name, logits in models.items()}
+    entropies = entropy_of(first_step / objective.temperature)[STATES_YC]
     rows = list[Scored]()
     answers = [(number, y) for number, group in enumerate(groups) for y in group]
     for row, (number, y) in enumerate(answers):
@@ -107,10 +118,11 @@ def expected_gradient(
             behaviour_logprobs=behaviour[y],
             written=written,
         )
-        marks = Scores(
-            "teacher", sampled_logprobs=teacher[y], hidden=functional.one_hot(STATES_YC[y], len(PREFIXES)).double()
+        hidden = functional.one_hot(STATES_YC[y], len(PREFIXES)).double()
+        marks = {name: Scores(name, sampled_logprobs=drawn[name][y], hidden=hidden) for name in models}
+        rows.append(
+            Scored(rollout, marks, student_logprobs=before[y], student_entropy=entropies[y], reward=REWARDS[y].item())
         )
-        rows.append(Scored(rollout, {"teacher": marks}, student_logprobs=before[y], reward=REWARDS[y].item()))
     prepared = objective.prepare(rows, step=step)
     weighted = list[Scored]()
     for (number, y), row in zip(answers, prepared, strict=True):
@@ -129,7 +141,7 @@ def expected_gradient(
         OutputHead(table),
         batch,
         torch.ones(1, dtype=torch.float64),
-        {"teacher": OutputHead(TEACHER.T)},
+        {name: OutputHead(logits.T) for name, logits in models.items()},
     )
     return torch.autograd.grad(loss, table)[0].T
 
@@ -195,12 +207,13 @@ def at_states(
     behaviour: Tensor = OWN,
     temperature: float = 1.0,
     trained: Tensor = ALL_TOKENS,
+    target: Tensor = TEACHER,
 ) -> Tensor:
     """Gradient of a function of p and q at each state, states visited as the behaviour does and not differentiated."""
     visits_YC = probabilities(behaviour)[:, None] * trained
 
     def loss(student: Tensor) -> Tensor:
-        values_S = value((TEACHER / temperature).softmax(-1), (student / temperature).softmax(-1))
+        values_S = value((target / temperature).softmax(-1), (student / temperature).softmax(-1))
         return (visits_YC * values_S[STATES_YC]).sum()
 
     return gradient_of(loss)
@@ -211,10 +224,11 @@ def token_level(
     behaviour: Tensor = OWN,
     temperature: float = 1.0,
     trained: Tensor = ALL_TOKENS,
+    target: Tensor = TEACHER,
     **parameter: float,
 ) -> Tensor:
     """Gradient of the divergence at each state."""
-    return at_states(lambda p, q: BY_HAND[name](p, q, **parameter), behaviour, temperature, trained)
+    return at_states(lambda p, q: BY_HAND[name](p, q, **parameter), behaviour, temperature, trained, target)
 
 
 def sequence_level(temperature: float = 1.0) -> Tensor:
@@ -352,6 +366,88 @@ def test_discount_one_is_the_sequence_level_kl(importance: Importance, temperatu
     )
     own = token_logprobs(STUDENT, temperature)
     assert same(expected_gradient(objective, own), sequence_level(temperature))
+
+
+# Targets of two models ----------------------------------------------------------------------------------------------
+
+POWERS = [0.5, 1.25, 2.0]
+
+
+def beyond(power: float, temperature: float = 1.0) -> Tensor:
+    """Logits that at this loss temperature give p^power ref^(1 - power); its normaliser differs from state to state."""
+    p, ref = ((logits / temperature).log_softmax(-1) for logits in (TEACHER, ORIGIN))
+    target = power * p + (1 - power) * ref
+    assert target.logsumexp(-1).std() > 0.01
+    return temperature * target
+
+
+@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize(("divergence", "parameter"), FULL)
+def test_full_support_towards_an_extrapolated_target(
+    power: float, divergence: Divergence, parameter: dict[str, float]
+) -> None:
+    found = expected_gradient(legal("exact", extrapolation=power, divergence=divergence, **parameter))
+    assert same(found, token_level(divergence, target=beyond(power), **parameter))
+    assert not same(found, token_level(divergence, **parameter))
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        SAMPLED,
+        POLICY,
+        POLICY | {"importance": Importance.RATIO},
+        POLICY | {"baseline": Baseline.STATE_KL},
+        {"support": Support.TOP_K, "top_k": 1, "tail": Tail.SAMPLED},
+    ],
+)
+@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_drawn_tokens_towards_an_extrapolated_target(term: dict[str, object], power: float, temperature: float) -> None:
+    """The log-ratio lacks its state's log Z, a number that no draw changes: under k1 and k2 it moves no gradient."""
+    objective = legal("exact", Sampling(temperature=temperature), temperature, extrapolation=power, **term)
+    own = token_logprobs(STUDENT, temperature)
+    expected = token_level(Divergence.REVERSE_KL, own, temperature, target=beyond(power, temperature))
+    assert same(expected_gradient(objective, own), expected)
+
+
+def test_extrapolated_returns_are_those_of_the_extrapolated_completions() -> None:
+    """Discount 1: the target is p(y)^power ref(y)^(1 - power) over whole completions, with one normaliser for all."""
+    power = 1.25
+    found = expected_gradient(legal("exact", **POLICY, discount=1.0, extrapolation=power))
+    p, ref = (token_logprobs(logits).sum(-1) for logits in (TEACHER, ORIGIN))
+    target_Y = (power * p + (1 - power) * ref).log_softmax(0)
+
+    def loss(student: Tensor) -> Tensor:
+        q = token_logprobs(student).sum(-1)
+        return (q.exp() * (q - target_Y)).sum()
+
+    assert same(found, gradient_of(loss))
+
+
+def test_the_reference_as_a_teacher() -> None:
+    for term in ({}, SAMPLED, POLICY):
+        found = expected_gradient(legal("exact", teacher=REFERENCE, **term))
+        assert same(found, token_level(Divergence.REVERSE_KL, target=ORIGIN))
+
+
+def test_a_power_of_one_is_the_teacher() -> None:
+    for term in ({}, SAMPLED, POLICY):
+        assert same(expected_gradient(legal("exact", extrapolation=1.0, **term)), REVERSE)
+
+
+@pytest.mark.parametrize("importance", [Importance.TRUNCATED, Importance.MASKED])
+def test_bounded_ratios_of_an_extrapolated_target(importance: Importance) -> None:
+    (low, high), behaviour = (0.8, 1.2), token_logprobs(OLDER)
+    ratio = (OWN - behaviour).exp()
+    outside = (ratio < low) | (ratio > high)
+    weight = ratio.clamp(low, high) if importance is Importance.TRUNCATED else torch.where(outside, 0.0, ratio)
+    term = {"importance": importance, "extrapolation": 1.25}
+    found = expected_gradient(legal("surrogate", **POLICY, **term, bounds=(low, high)), behaviour)
+    losses = OWN - beyond(1.25)[STATES_YC, TOKENS_YC]
+    assert same(found, weighted_scores(weight * losses, behaviour))
+    wide = expected_gradient(legal("surrogate", **POLICY, **term, bounds=(0.0, 100.0)), behaviour)
+    assert same(wide, token_level(Divergence.REVERSE_KL, behaviour, target=beyond(1.25)))
 
 
 @pytest.mark.parametrize("writer", [Source.DATASET, Source.TEACHER])
@@ -789,6 +885,40 @@ def test_teacher_entropy_is_a_gate_at_the_state(threshold: float) -> None:
         found = expected_gradient(legal("exact", **axes, teacher_entropy=threshold))
         assert same(found, token_level(name, trained=uncertain_YC)), axes
         assert not same(found, token_level(name)), axes
+
+
+def chosen(entropy_share: float, confident_wrong_share: float | None) -> Tensor:
+    """[27, 3] of all 81 tokens, each counted once: the least certain, and of the others those with the largest c."""
+    entropies = entropy_of(STUDENT)[STATES_YC].float()  # in the precision in which they are compared
+    uncertain = entropies >= sorted(entropies.flatten().tolist())[-round(entropy_share * 81)]
+    if confident_wrong_share is None:
+        return uncertain
+    others = sorted(LOG_RATIOS.float()[~uncertain].tolist())
+    kept = uncertain | (LOG_RATIOS.float() >= others[-round(confident_wrong_share * len(others))])
+    assert uncertain.sum() < kept.sum() < 81
+    return kept
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_where_the_student_is_uncertain_is_a_choice_of_states(share: float) -> None:
+    trained = chosen(share, None)
+    expected = token_level(Divergence.REVERSE_KL, trained=trained)
+    for axes in ({}, SAMPLED, POLICY, POLICY | {"baseline": Baseline.STATE_KL}):
+        found = expected_gradient(legal("exact", **axes, entropy_share=share))
+        assert same(found, expected), axes
+        assert not same(found, REVERSE), axes
+
+
+def test_confident_and_wrong_tokens() -> None:
+    """Over the whole vocabulary states are weighed by how often they are chosen; of drawn tokens, draws are chosen."""
+    choice = {"entropy_share": 0.3, "confident_wrong_share": 0.2}
+    trained = chosen(0.3, 0.2)
+    whole = token_level(Divergence.REVERSE_KL, trained=trained)
+    assert same(expected_gradient(legal("exact", **choice)), whole)
+    for axes in (SAMPLED, POLICY):
+        found = expected_gradient(legal("surrogate", **axes, **choice))
+        assert same(found, weighted_scores(trained * LOG_RATIOS))
+        assert not same(found, whole)
 
 
 # Refused: what each would have done ---------------------------------------------------------------------------------

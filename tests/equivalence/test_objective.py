@@ -310,7 +310,7 @@ def test_a_rank_without_tokens_takes_part_and_adds_nothing(reader: Reader) -> No
 
 def prepared_on_ranks(objective: Objective, ranks: Sequence[Rows]) -> list[list[Scored]]:
     """Each rank's rows, prepared with sums over all ranks."""
-    return on_ranks(lambda rank, total: objective.prepare(ranks[rank], total=total), len(ranks))
+    return on_ranks(lambda rank, total, gather: objective.prepare(ranks[rank], total=total, gather=gather), len(ranks))
 
 
 @pytest.mark.parametrize("share", [0, 3, 7])

@@ -50,6 +50,7 @@ STEPS = {  # what a step may be made of: term, padded tokens of a micro-batch, r
     "many micro-batches": (EVERYBODY, 1, ROWS),
     "rows by rows": (Term(reduction=Reduction.SEQUENCE_MEAN), 12, ROWS),
     "more here than there": (EVERYBODY, 1, ROWS[:6:2] + ROWS[1:2]),
+    "chosen among the tokens of both": (Term(entropy_share=0.4, confident_wrong_share=0.3), 12, ROWS),
     "nothing to train there": (STUDENT_ONLY, 12, ROWS),
     "no rows but one there, which trains nothing": (STUDENT_ONLY, 1, [*ROWS[:7:2], ROWS[1]]),
 }

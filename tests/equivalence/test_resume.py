@@ -66,6 +66,22 @@ VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
             "sampler.dtype=bfloat16",
         ],
     ),
+    "a reference, an extrapolated target, chosen tokens": (
+        "llama",
+        [
+            {
+                "name": "beyond",
+                "support": "sampled",
+                "estimator": "policy_gradient",
+                "importance": "truncated",
+                "extrapolation": 1.25,
+                "sources": ["student"],
+            },
+            {"name": "near", "teacher": "reference", "coefficient": 0.1},
+            {"name": "informative", "entropy_share": 0.5, "confident_wrong_share": 0.1, "sources": ["student"]},
+        ],
+        [],
+    ),
     "a reward off its group's mean beside a divergence": (
         "llama",
         [

@@ -78,13 +78,16 @@ def test_a_whole_quickstart_in_small(tmp_path: Path) -> None:
 
 
 def result_of(accuracy: float, control: float) -> Result:
-    scores = {name: Score(control, control, 2.0) for name in ("teacher", "before", *WAYS)}
-    return Result(0, 1.0, scores | {"onpolicy": Score(accuracy, accuracy, 0.5)}, dict.fromkeys(WAYS, "nowhere"))
+    scores = {name: Score(control, control, 2.0, 1.0) for name in ("teacher", "before", *WAYS)}
+    return Result(0, 1.0, scores | {"onpolicy": Score(accuracy, accuracy, 0.5, 1.0)}, dict.fromkeys(WAYS, "nowhere"))
 
 
 def test_gap_and_ratio_are_against_the_better_fixed_control() -> None:
     result = result_of(0.8, 0.5)
-    better = result.scores | {"offpolicy_reverse_kl": Score(0.6, 0.6, 1.0), "fresh_teacher": Score(0.9, 0.9, 0.1)}
+    better = result.scores | {
+        "offpolicy_reverse_kl": Score(0.6, 0.6, 1.0, 1.0),
+        "fresh_teacher": Score(0.9, 0.9, 0.1, 1.0),
+    }
     result = Result(0, 1.0, better, result.students)
     assert result.best_control == "offpolicy_reverse_kl"
     assert result.gap == pytest.approx(0.2)

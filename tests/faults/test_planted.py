@@ -201,9 +201,10 @@ def whitened_after_the_kl(patch: pytest.MonkeyPatch) -> None:
 def groups_of_the_own_rank(patch: pytest.MonkeyPatch) -> None:
     right = advantages._off_their_groups
 
-    def alone(term: Term, scored: Sequence[Scored], trained: Sequence[bool], rewards: Sequence[float], total: object):
+    def alone(term: Term, scored: Sequence[Scored], trained: Sequence[bool], rewards: Sequence[float], *_: object):
         doubled = [*scored, *scored]  # nobody is left alone, and the mean stays that of this rank
-        return right(term, doubled, [*trained, *trained], [*rewards, *rewards], lambda sums: sums)[: len(scored)]
+        own = right(term, doubled, [*trained, *trained], [*rewards, *rewards], lambda mine: mine, lambda mine: mine)
+        return own[: len(scored)]
 
     patch.setattr(advantages, "_off_their_groups", alone)
 

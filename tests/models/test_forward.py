@@ -5,7 +5,14 @@ from torch import nn
 from etude.core.linear import OutputHead
 from etude.errors import NonFiniteError
 from etude.models import forward
-from etude.models.forward import batches_by_length, completion_states, evaluating, first_too_long, token_logprobs
+from etude.models.forward import (
+    batches_by_length,
+    completion_states,
+    evaluating,
+    first_too_long,
+    token_logprobs,
+    token_logprobs_and_entropies,
+)
 from etude.models.table import TableBackbone
 from etude.testing import counting_logits, rollout_of
 
@@ -58,9 +65,12 @@ class TestCompletionStates:
 def test_token_logprobs_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     head, hidden_ND = OutputHead(torch.randn(11, 4), torch.randn(11)), torch.randn(23, 4)
     ids_N = torch.arange(23) % 11
-    expected = ((hidden_ND @ head.weight_VD.T + head.bias_V) / 2).log_softmax(-1)[torch.arange(23), ids_N]
+    logprobs_NV = ((hidden_ND @ head.weight_VD.T + head.bias_V) / 2).log_softmax(-1)
+    expected, entropies = logprobs_NV[torch.arange(23), ids_N], -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     monkeypatch.setattr(forward, "LOGITS_BYTES", tokens * 11 * 4)
     torch.testing.assert_close(token_logprobs(hidden_ND, head, ids_N, temperature=2.0), expected)
+    both = token_logprobs_and_entropies(hidden_ND, head, ids_N, temperature=2.0)
+    torch.testing.assert_close(both, torch.stack([expected, entropies]))
 
 
 def test_token_logprobs_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def test_temperature_divides_the_logits() -> None:
     [mark, _] = Student(TableBackbone(counting_logits())).logprobs(ROWS, temperature=2.0)
     expected = 0.9**0.5 / (0.9**0.5 + 9 * (0.1 / 9) ** 0.5)
     torch.testing.assert_close(mark.exp(), torch.full((3,), expected))
+
+
+def test_entropy_of_what_each_token_was_drawn_from() -> None:
+    """0.9 and nine times 0.1 / 9, everywhere."""
+    marks = Student(TableBackbone(counting_logits())).logprobs_and_entropies(ROWS, temperature=1.0)
+    expected = -0.9 * math.log(0.9) - 0.1 * math.log(0.1 / 9)
+    assert [len(entropies) for _, entropies in marks] == [3, 1]
+    torch.testing.assert_close(torch.cat([entropies for _, entropies in marks]), torch.full((4,), expected))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -293,6 +293,57 @@ class TestStudentAndTeacher:
         assert parts.evaluation.teacher is None
 
 
+NEAR = {"name": "near", "teacher": "reference", "coefficient": 0.1}
+
+
+class TestReference:
+    def test_it_is_made_only_where_a_term_asks(self, settings: dict[str, Any]) -> None:
+        assert set(made(settings).teachers) == {"teacher"}
+        assert set(made(settings | {"terms": [{"extrapolation": 1.0}]}).teachers) == {"teacher"}
+        assert set(made(settings | {"terms": [{"extrapolation": 1.25}]}).teachers) == {"teacher", "reference"}
+        alone = {key: value for key, value in settings.items() if key != "teacher"}
+        parts = made(alone | {"terms": [NEAR]})
+        assert set(parts.teachers) == {"reference"}
+        assert parts.evaluation is not None
+        assert parts.evaluation.teacher is None
+
+    def test_left_out_it_is_the_student_as_it_begins(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        """Shortened like it, frozen, and no module in common."""
+        model = tiny_folder(tmp_path, layers=3)
+        changes = [f"student.model={model}", "student.keep_layers=[0, 2]"]
+        parts = made(settings | {"terms": [{}, NEAR]}, *changes)
+        reference: Any = parts.teachers["reference"]
+        weights = dict(reference.backbone.named_parameters())
+        assert not any(weight.requires_grad for weight in weights.values())
+        for name, weight in parts.student.trainable_parameters().items():
+            assert weights[name].equal(weight)
+            assert weights[name].data_ptr() != weight.data_ptr()
+        assert reference.tokens_per_batch == parts.learner.tokens_per_micro_batch
+
+    @pytest.mark.parametrize("changes", [[], ["student.lora.rank=2", "student.lora.alpha=4"]])
+    def test_before_the_first_step_nothing_separates_them(self, settings: dict[str, Any], changes: list[str]) -> None:
+        parts = made(settings | {"terms": [NEAR]}, *changes, "optim.learning_rate=0.1")
+        divergences = list[float]()
+        for number in range(2):
+            rows, num_rows = gather(parts, State(step=number), number=number)
+            [report] = parts.learner.learn(rows, number, num_rows)
+            divergences.append(report.metrics["divergence/near"])
+            with torch.no_grad():  # its own gradient is zero: move the student by hand
+                for weight in parts.student.trainable_parameters().values():
+                    weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+        assert abs(divergences[0]) < 1e-7
+        assert divergences[1] > 1e-3
+
+    def test_one_of_its_own(self, settings: dict[str, Any]) -> None:
+        changes = [f"reference.model={settings['teacher']['model']}", "reference.dtype=bfloat16"]
+        parts = made(settings | {"terms": [NEAR]}, *changes)
+        reference: Any = parts.teachers["reference"]
+        assert {weight.dtype for weight in reference.backbone.parameters()} == {torch.bfloat16}
+        plain = made(settings | {"terms": [NEAR]}, changes[0]).teachers
+        theirs, ours = (dict(plain[name].backbone.named_parameters()) for name in ("teacher", "reference"))  # pyright: ignore
+        assert all(ours[name].equal(weight) for name, weight in theirs.items())
+
+
 class TestRefusals:
     @pytest.fixture
     def nothing_loads(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +381,15 @@ class TestRefusals:
     def test_two_tokenizers(self, settings: dict[str, Any], nothing_loads: None, tmp_path: Path) -> None:
         with pytest.raises(PairError, match="speak different token ids"):
             made(settings, f"teacher.model={tiny_folder(tmp_path, tokenizer=word_tokenizer(24))}")
+
+    def test_the_tokenizer_of_the_reference(
+        self, settings: dict[str, Any], nothing_loads: None, tmp_path: Path
+    ) -> None:
+        other = f"reference.model={tiny_folder(tmp_path, tokenizer=word_tokenizer(24))}"
+        with pytest.raises(PairError, match="student and reference speak different token ids"):
+            made(settings | {"terms": [NEAR]}, other)
+        with pytest.raises(DataError, match="the reference's context window of 7"):
+            made(settings | {"terms": [NEAR]}, f"reference.model={tiny_folder(tmp_path / 'short', window=7)}")
 
     def test_fewer_rows_than_processes(self, settings: dict[str, Any], nothing_loads: None) -> None:
         recipe = load_recipe(settings, ["train.prompts_per_round=2", "sampler.samples_per_prompt=2"])

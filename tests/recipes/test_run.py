@@ -162,6 +162,35 @@ class TestFolder:
         line = read_metrics(tmp_path / "run" / "metrics.jsonl")[1]
         assert {"divergence/clipped", "clipped/clipped", "tokens/clipped"} <= line.keys()
 
+    @pytest.mark.parametrize(
+        ("recipe", "metrics"),
+        [
+            ({"method": "exopd"}, {"divergence/reverse_kl", "clipped/reverse_kl"}),
+            ({"method": "tip"}, {"divergence/reverse_kl", "selected/reverse_kl"}),
+            (
+                {"terms": [{}, {"name": "near", "teacher": "reference", "coefficient": 0.1}]},
+                {"divergence/reverse_kl", "divergence/near"},
+            ),
+        ],
+        ids=["exopd", "tip", "a reference KL"],
+    )
+    def test_methods_of_two_models_and_of_chosen_tokens(
+        self, tmp_path: Path, recipe: dict[str, Any], metrics: set[str]
+    ) -> None:
+        settings = tiny_recipe(tmp_path) | recipe
+        assert "reference" not in check(load_recipe(settings))
+        changes = ["train.steps=30", "train.prompts_per_round=16", "checkpoint.every=0"]
+        summary = train(load_recipe(settings, changes), quiet=True)
+        lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in line]
+        assert len(lines) == summary.steps == 30
+        assert all(metrics <= line.keys() for line in lines)
+        assert not any(line["gradient/skipped"] for line in lines)
+        assert summary.after["heldout/reverse_kl"] < summary.before["heldout/reverse_kl"]
+        for line in lines:
+            if "selected/reverse_kl" in line:  # a half, and a tenth of the rest
+                assert line["selected/reverse_kl"] == pytest.approx(0.55, abs=0.05)
+                assert line["tokens/reverse_kl"] == line["tokens/scored"] < line["rollout/tokens"]
+
     def test_answers_before_and_after(self, finished: tuple[Recipe, Summary]) -> None:
         for name, step in (("before", 0), ("after", 4)):
             text = (Path(finished[0].output) / "samples" / f"{name}.jsonl").read_text()

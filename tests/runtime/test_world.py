@@ -34,6 +34,8 @@ answer = {
     "counts": counts.tolist(),
     "gathered": world.gather_objects([{"rank": world.rank, "text": "é" * 50 * world.rank}] * (1 + world.rank)),
     "nothing": world.gather_objects([]),
+    "values": world.gather(torch.arange(3.0 * world.rank)).tolist(),
+    "no values": world.gather(torch.zeros(0)).tolist(),
     "broadcast": world.broadcast_object({"said by": world.rank}),
     "gradient": layer.weight.grad.tolist(),
     "weight": layer.weight.tolist(),
@@ -84,6 +86,8 @@ def test_two_processes_on_loopback() -> None:
         assert answer["sum"] == [2.0, 10.0]
         assert answer["gathered"] == [{"rank": 0, "text": ""}] + [{"rank": 1, "text": "é" * 50}] * 2
         assert answer["nothing"] == []
+        assert answer["values"] == [0.0, 1.0, 2.0]
+        assert answer["no values"] == []
         assert answer["broadcast"] == {"said by": 0}
         assert answer["gradient"] == [[2.0, 4.0]]  # the mean of (1, 2) and (3, 6)
         assert answer["weight"] == first["weight"]
@@ -98,6 +102,7 @@ def test_alone_every_method_is_trivial(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.is_main
     assert world.wrap(module) is module
     assert world.sum(tensor) is tensor
+    assert world.gather(tensor) is tensor
     assert world.gather_objects([1, "two"]) == [1, "two"]
     assert world.broadcast_object({"three": 4}) == {"three": 4}
     world.barrier()

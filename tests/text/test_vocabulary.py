@@ -30,6 +30,8 @@ def test_equal_maps_pass() -> None:
 
 def test_another_end_token_of_the_same_map_is_said_and_not_refused() -> None:
     base, instruct = words(SMALL, eos_token="</s>"), words(SMALL, eos_token="<end>")
+    said = require_same(base, instruct, role="reference")
+    assert said == ("the eos_token of the student is '</s>', of the reference '<end>'",)
     assert require_same(base, instruct) == ("the eos_token of the student is '</s>', of the teacher '<end>'",)
 
 

@@ -29,6 +29,8 @@ SAMPLED = Scored(
     weights=torch.tensor([[1.0, 1.0], [0.0, 1 / 3]]),
     advantages=torch.tensor([[0.0, 0.0], [0.0, -2.5]]),
     student_logprobs=UGLY * 5,
+    student_entropy=UGLY * -7,
+    candidates=torch.tensor([2, 1]),
     reward=0.1,
 )
 ANSWER = as_ids([9])
@@ -51,6 +53,8 @@ def tensors(row: Scored) -> dict[str, torch.Tensor | None]:
         "weights": row.weights,
         "advantages": row.advantages,
         "student": row.student_logprobs,
+        "entropy": row.student_entropy,
+        "candidates": row.candidates,
     }
     for name, scores in row.scores.items():
         found |= {f"{name} sampled": scores.sampled_logprobs, f"{name} hidden": scores.hidden}

@@ -74,6 +74,7 @@ class TestByHand:
                 "heldout/truncated": 2 / 3,
                 "heldout/accuracy": 1 / 3,
                 "heldout/reverse_kl": 3 * KL[0] / 8,
+                "heldout/entropy": 1.5 * math.log(2),  # of a half and two quarters, in every state
                 "heldout/accuracy_greedy": 2 / 2,  # each question once
             }
         )
@@ -94,7 +95,7 @@ class TestByHand:
     @pytest.mark.parametrize(
         ("changes", "missing"),
         [
-            ({"teacher": None}, {"heldout/reverse_kl"}),
+            ({"teacher": None}, {"heldout/reverse_kl", "heldout/entropy"}),
             ({"greedy_sampler": None}, {"heldout/accuracy_greedy"}),
             ({"verify": None}, {"heldout/accuracy", "heldout/accuracy_greedy"}),
         ],

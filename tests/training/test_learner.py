@@ -258,6 +258,7 @@ class TestPrepare:
             assert row.advantages is not None
             assert row.weights is not None
             assert row.weights.tolist() == [[1.0, 1.0]]
+            assert row.student_entropy is None
         # student and teacher are the same table, so no token is better than expected
         torch.testing.assert_close(row.student_logprobs, torch.full((2,), math.log(0.9)))
         torch.testing.assert_close(row.advantages, torch.zeros(1, 2), atol=1e-6, rtol=0)
@@ -438,3 +439,16 @@ class TestDropout:
         with pytest.raises(RuntimeError, match="out of memory"):
             take(learner, rows, step=1)
         assert not any(part.training for part in student.backbone.modules())
+
+    def test_tokens_are_chosen_once_a_round(self) -> None:
+        """Of four states of entropies 0, .33, .50 and .69 nats the two least certain are trained, in whichever step."""
+        student = table([1.0, 0.0, 0.0, 0.0], [0.9, 0.1, 0.0, 0.0], [0.8, 0.2, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0])
+        half = Term("half", teacher="label", divergence=Divergence.FORWARD_KL, entropy_share=0.5)
+        learner = learner_of(student, half, plan=Plan(steps=2, updates_per_round=2))
+        rows = prepared(learner, *(row_of([state], [0], row=row) for row, state in enumerate([0, 3, 1, 2])))
+        reports = list(learner.learn(rows, 0, 4))
+        assert [report.metrics["selected/half"] for report in reports] == [0.5, 0.5]
+        assert [report.metrics["tokens/half"] for report in reports] == [1, 1]
+        assert [row.weights.tolist() for row in rows if row.weights is not None] == [[[0]], [[1]], [[0]], [[1]]]
+        assert all(describe(name) for report in reports for name in report.metrics)
+        assert not any("selected" in name for name in take(learner_of(student, GOLD), rows))

@@ -82,6 +82,8 @@ class TermLike(Protocol):
     def discount(self) -> float: ...
     @property
     def sources(self) -> Collection[Source]: ...
+    @property
+    def confident_wrong_share(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class Point:
     one_id: bool = False  # top-k support that keeps a single id a side
     detached: bool = False  # part of the divergence is held constant on purpose
     shaped: bool = False  # policy gradient only: advantages are centred, scaled, clipped or weighed
+    chosen_by_draw: bool = False  # whether a token is trained depends on what was drawn, not on its state alone
     loss_temperature: float = 1.0  # of both softmaxes in the loss
     sampling: Sampling = Sampling()  # its rows: only those the term meets
 
@@ -123,6 +126,7 @@ class Point:
             or term.baseline in (Baseline.BATCH, Baseline.GROUP)
             or term.advantage_clip is not None
             or term.disagreement_weight is not None,
+            chosen_by_draw=term.confident_wrong_share is not None,
             loss_temperature=loss_temperature,
             sampling=replace(sampling, rows=sampling.rows & frozenset(term.sources)),
         )
@@ -141,6 +145,7 @@ class Point:
             "importance": self.importance if self._policy_gradient else "",
             "coefficients": "detached" if self.detached else "differentiated",
             "advantages": ("shaped" if self.shaped else "plain") if self._policy_gradient else "",
+            "choice": "draw" if self.chosen_by_draw else "state",
             "rows": self._rows,
             "tokens": self._tokens,
             "steps": "several" if self.sampling.steps_per_round > 1 else "one",
@@ -433,6 +438,12 @@ RULES: tuple[Rule, ...] = (
         {"estimator": ("policy_gradient",), "steps": ("several",)},
         "surrogate",
         "advantages are those of the student at the round's first step: right there, lagging behind in later steps",
+    ),
+    Rule(
+        "chosen-by-draw",
+        {"choice": ("draw",)},
+        "surrogate",
+        "tokens are kept for what was drawn, so the mean runs over the draws that looked confident and wrong alone",
     ),
     Rule(
         "reward",

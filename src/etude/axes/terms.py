@@ -10,6 +10,7 @@ from typing import NoReturn, Protocol
 
 from etude.axes.names import (
     LABEL,
+    REFERENCE,
     REWARD,
     Baseline,
     Divergence,
@@ -79,6 +80,12 @@ class TermValues(Protocol):
     def disagreement_weight(self) -> float | None: ...
     @property
     def teacher_entropy(self) -> float | None: ...
+    @property
+    def extrapolation(self) -> float | None: ...
+    @property
+    def entropy_share(self) -> float | None: ...
+    @property
+    def confident_wrong_share(self) -> float | None: ...
 
 
 def check_term(term: TermValues) -> None:
@@ -90,9 +97,11 @@ def check_term(term: TermValues) -> None:
     for check in (
         _check_support,
         _check_divergence,
+        _check_target,
         _check_estimator,
         _check_importance,
         _check_tokens,
+        _check_choice,
         _check_reward,
     ):
         check(term)
@@ -123,6 +132,23 @@ def _check_divergence(term: TermValues) -> None:
             _refuse(term, f"rescale with beta {term.beta}", "at its ends jsd is a KL, which needs no rescaling")
     if term.divergence in SKEWED and term.alpha is not None and not 0.0 < term.alpha < 1.0:
         _refuse(term, f"alpha {term.alpha}", "a skew lies strictly between 0 and 1 (0 is the plain KL)")
+
+
+def _check_target(term: TermValues) -> None:
+    if term.extrapolation is None:
+        return
+    if term.teacher in (LABEL, REFERENCE, REWARD):
+        _refuse(
+            term,
+            f"extrapolation {term.extrapolation} with teacher '{term.teacher}'",
+            "a model other than the reference is extrapolated",
+        )
+    if not term.extrapolation > 0.0:
+        _refuse(
+            term,
+            f"extrapolation {term.extrapolation}",
+            "expected the teacher's power, above 0 (1 is the teacher itself, less lies between it and the reference)",
+        )
 
 
 def _check_estimator(term: TermValues) -> None:
@@ -190,6 +216,19 @@ def _check_tokens(term: TermValues) -> None:
         )
 
 
+def _check_choice(term: TermValues) -> None:
+    shares = {"entropy_share": term.entropy_share, "confident_wrong_share": term.confident_wrong_share}
+    for key, share in shares.items():
+        if share is not None and not 0.0 < share < 1.0:
+            _refuse(term, f"{key} {share}", "expected a share of the tokens, strictly between 0 and 1")
+    if term.confident_wrong_share is not None and term.teacher == LABEL:
+        _refuse(
+            term,
+            f"confident_wrong_share {term.confident_wrong_share} with teacher 'label'",
+            "who is wrong is said by a model's log-probability of the drawn token",
+        )
+
+
 def _check_reward(term: TermValues) -> None:
     """What asks for a model's log-probabilities has none in a reward, and a group's mean is a mean of rewards."""
     if term.teacher != REWARD:
@@ -205,6 +244,7 @@ def _check_reward(term: TermValues) -> None:
         "baseline": term.baseline if term.baseline is Baseline.STATE_KL else None,
         "disagreement_weight": term.disagreement_weight,
         "teacher_entropy": term.teacher_entropy,
+        "confident_wrong_share": term.confident_wrong_share,
     }
     given = [f"{key} {value}" for key, value in idle.items() if value is not None]
     if given:

@@ -224,9 +224,24 @@ def _show_keys(tables: Sequence[str]) -> int:
 
 
 def _methods(words: Sequence[str]) -> int:
-    parser = _Parser("methods", "The named methods as points of the axes; one of them in full.", "[NAME]")
+    parser = _Parser(
+        "methods",
+        "The named methods as points of the axes; one of them in full. With --legality: the table of combinations\n"
+        "that have a gradient and of those that are refused, as a page in Markdown.",
+        "[NAME]",
+        "--legality",
+    )
     parser.add_argument("name", nargs="?", metavar="NAME")
-    name = parser.parse_args(words).name
+    parser.add_argument("--legality", action="store_true", help="the table of combinations; goes without NAME")
+    options = parser.parse_args(words)
+    name = options.name
+    if options.legality:
+        if name is not None:
+            parser.error(f"--legality is about all methods and {name} was named too")
+        from etude.axes.legality_page import legality_page
+
+        print(legality_page(), end="")
+        return 0
     from etude.config.methods import METHODS
 
     if name is None:

@@ -19,7 +19,9 @@ from etude.errors import RecipeError
 COMMAND_LINE = "command line"
 
 FILE_KEYS = frozenset({"data.prompts", "data.eval_prompts"})  # always a path
-FOLDER_KEYS = frozenset({"student.model", "teacher.model", "data.dataset", "data.eval_dataset"})  # a path or a hub name
+FOLDER_KEYS = frozenset(  # a path or a hub name
+    {"student.model", "teacher.model", "reference.model", "data.dataset", "data.eval_dataset"}
+)
 
 
 @dataclass(frozen=True, slots=True)

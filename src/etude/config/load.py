@@ -4,8 +4,9 @@ Four layers, each stronger than the one before: the schema's defaults, the recip
 `key=value` overrides. Every error is one sentence that names the layer, the key, what was found and what was expected.
 The Python door, the command line and `etude.recipes` call `load_recipe`.
 
-Relative paths (`data.prompts`; `student.model`, `teacher.model` and `data.dataset` where such a folder exists) are
-looked up from the folder of the recipe file they stand in, and from the current folder for overrides and mappings.
+Relative paths (`data.prompts`; `data.dataset` and the `model` of student, teacher and reference where such a folder
+exists) are looked up from the folder of the recipe file they stand in, and from the current folder for overrides and
+mappings.
 `output` is always taken from the current folder: runs belong to where one works, not beside the recipe.
 """
 

@@ -86,7 +86,7 @@ _ROWS = (
         "gkd-rl",
         "on-policy distillation and reinforcement learning at once: JSD to the teacher, and the verifier's reward",
         {
-            "sampler": {"student_fraction": 1.0},
+            "sampler": {"student_fraction": 1.0, "temperature": 1.0},
             "terms": [_term("jsd", beta=0.9, coefficient=0.5), _reward(baseline="batch", coefficient=0.5)],
         },
         "Agarwal et al. (2023), arXiv 2306.13649, section on RL fine-tuning",
@@ -99,7 +99,7 @@ _ROWS = (
         "grpo",
         "reinforcement learning from the verifier alone, each answer against the others to its question; no teacher",
         {
-            "sampler": {"student_fraction": 1.0, "samples_per_prompt": 8},
+            "sampler": {"student_fraction": 1.0, "temperature": 1.0, "samples_per_prompt": 8},
             "terms": [
                 _reward(baseline="group", whiten=True, importance="ppo_clip", clip=0.2, reduction="sequence_mean")
             ],
@@ -107,8 +107,8 @@ _ROWS = (
         "Shao et al. (2024), arXiv 2402.03300",
         "The paper draws 64 answers to each question and takes one step on them (with one step nothing is clipped); "
         "8 answers and the clip are what trainers ship. Its third part, a KL to the model the run began with (0.04), "
-        'is a term of its own and not in this row. whiten = false and reduction = "token_mean" are nearer to Dr. GRPO '
-        "(2025), which divides neither by the group's deviation nor by the answer's length.",
+        'is a term with teacher = "reference", not in this row. whiten = false and reduction = "token_mean" are nearer '
+        "to Dr. GRPO (2025), which divides neither by the group's deviation nor by the answer's length.",
     ),
     Method(
         "thinking-machines",
@@ -216,6 +216,31 @@ _ROWS = (
         "MiMo-V2-Flash (2026), arXiv 2601.02780",
         "Published with one specialist for each kind of prompt. The bounds and the clip are those of another large "
         "run.",
+    ),
+    Method(
+        "exopd",
+        "extrapolated: the drawn token's advantage goes on beyond the teacher, away from where the student began",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [
+                _term("reverse_kl", **_DRAWN, importance="truncated", bounds=[0.0, 5.0], extrapolation=1.25),
+            ],
+        },
+        "arXiv 2602.12125 (G-OPD, ExOPD)",
+        "The target is teacher^1.25 reference^-0.25. The reference is the student as it begins; the paper's reward "
+        "correction names the model its teacher was trained from in [reference] instead. extrapolation below 1 "
+        "interpolates. The logged divergence lacks each state's constant, so that it may be below zero.",
+    ),
+    Method(
+        "tip",
+        "reverse KL on the tokens that teach: where the student is uncertain, or confident and wrong",
+        {
+            "sampler": {"student_fraction": 1.0},
+            "terms": [_term("reverse_kl", entropy_share=0.5, confident_wrong_share=0.1)],
+        },
+        "Xu et al. (2026), arXiv 2604.14084",
+        "Half of the tokens by entropy is the paper's; that a tenth of the others joins them is ours, and so is "
+        "measuring who is wrong by the drawn token's log-ratio.",
     ),
     Method(
         "iw-opd",

@@ -14,10 +14,10 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from etude.axes.legality import Sampling
-from etude.axes.names import REWARD, Baseline, Source
+from etude.axes.names import REFERENCE, REWARD, Baseline, Source
 from etude.config.noun import Many, Noun, spelled
 from etude.config.tables.data import DataConfig
-from etude.config.tables.models import StudentConfig, TeacherConfig
+from etude.config.tables.models import ReferenceConfig, StudentConfig, TeacherConfig
 from etude.config.tables.sampler import SamplerConfig
 from etude.config.tables.terms import LossConfig, TermConfig
 from etude.config.tables.training import CheckpointConfig, DeviceConfig, EvaluationConfig, OptimConfig, TrainConfig
@@ -45,6 +45,10 @@ class Recipe(Noun):
     teacher: TeacherConfig | None = Field(
         default=None, description="Who marks. May be left out where only labels and rewards are trained."
     )
+    reference: ReferenceConfig | None = Field(
+        default=None,
+        description="What a term stays near or extrapolates from. Left out: the student as it begins, where one asks.",
+    )
     data: DataConfig = Field(description="Where prompts come from.")
     sampler: SamplerConfig = Field(default=SamplerConfig(), description="Who writes.")
     terms: Many[TermConfig] = Field(
@@ -68,6 +72,11 @@ class Recipe(Noun):
             joint=self.sampler.joint,
             steps_per_round=self.train.updates_per_round * self.train.epochs,
         )
+
+    @property
+    def asks_reference(self) -> bool:
+        """Whether a term needs the reference's marks; an extrapolation of 1 is the teacher itself."""
+        return any(term.teacher == REFERENCE or term.extrapolation not in (None, 1.0) for term in self.terms)
 
     @model_validator(mode="after")
     def _check_terms(self) -> Self:
@@ -100,6 +109,16 @@ class Recipe(Noun):
         if self.sampler.other is Source.TEACHER:
             raise ValueError(
                 'sampler.other = "teacher" lets the teacher write and there is no [teacher]; name its model'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> Self:
+        named = any(term.teacher == REFERENCE or term.extrapolation is not None for term in self.terms)
+        if self.reference is not None and not named:
+            raise ValueError(
+                'reference does nothing here, it counts only when a term has teacher = "reference" or an '
+                "extrapolation; remove it"
             )
         return self
 

@@ -1,8 +1,9 @@
 """What a round fixes before its first step: which tokens each term trains, with what weight and what advantage.
 
-Of one row alone, except where a term asks for the mean or deviation of the round or of a question's rows: those are
-sums over every row of every rank, so that neither micro-batches nor ranks change them. Each term's advantages are made
-of its own rewards or log-ratios alone, so that whitening never sees the sum of two terms. All of it is detached.
+Of one row alone, except where a term asks for the mean or deviation of the round or of a question's rows, or for the
+round's most informative tokens: those are found over every row of every rank, so that neither micro-batches nor ranks
+change them. Each term's advantages are made of its own rewards or log-ratios alone, so that whitening never sees the
+sum of two terms. All of it is detached.
 `Objective.prepare` calls it; what needs logits as they are in a step belongs to `core.tile`.
 
 Legend: C completion tokens of a row, J terms, R rows of this rank, G questions of the round.
@@ -15,33 +16,44 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from etude.axes.names import REWARD, Baseline, Importance
+from etude.axes.names import REFERENCE, REWARD, Baseline, Importance
 from etude.core import estimators
 from etude.core.records import Scored
 from etude.core.reduction import row_weights
 from etude.core.term import Term
-from etude.core.weighting import disagreement_weights, row_mask
+from etude.core.transforms import extrapolated
+from etude.core.weighting import disagreement_weights, informative_thresholds, informative_tokens, row_mask
 from etude.errors import RecordError
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks."""
+Gather = Callable[[Tensor], Tensor]
+"""Puts the one-dimensional tensors of all ranks one after the other."""
 
 
-def prepare(terms: Sequence[Term], scored: Sequence[Scored], *, step: int, total: Total) -> list[Scored]:
-    """Every row with weights [J, C] and advantages [J, C].
+def prepare(
+    terms: Sequence[Term], scored: Sequence[Scored], *, step: int, total: Total, gather: Gather
+) -> list[Scored]:
+    """Every row with weights [J, C], advantages [J, C] and the number of tokens [J] each term chose from.
 
     Args:
         terms: of the objective.
         scored: this rank's rows of the round.
         step: the round's first optimiser step, from 0; decides horizons.
         total: sums over all ranks; called by every rank alike, however many rows it has.
+        gather: joins what all ranks have; likewise.
 
     Raises:
-        RecordError: a row lacks a score, a reward, or the student's log-probabilities a term needs, or a question has
-            one row where a term compares its rows.
+        RecordError: a row lacks a score, a reward, or what a term needs of the student, or a question has one row where
+            a term compares its rows.
     """
     masks = [[_mask(term, row, step) for term in terms] for row in scored]
-    rewards = [_rewards(term, scored, [of_row[j] for of_row in masks], total) for j, term in enumerate(terms)]
+    # Before tokens are chosen: which rows are compared does not depend on what is worth training in them.
+    rewards = [_rewards(term, scored, [of_row[j] for of_row in masks], total, gather) for j, term in enumerate(terms)]
+    candidates = [torch.tensor([int(mask_C.sum()) for mask_C in of_row]) for of_row in masks]
+    for j, term in enumerate(terms):
+        if term.chooses:
+            _choose(term, scored, [of_row[j] for of_row in masks], gather)
     advantages = [
         [_returns(term, row, mask_C, rewards[j][r]) for j, (term, mask_C) in enumerate(zip(terms, of_row, strict=True))]
         for r, (row, of_row) in enumerate(zip(scored, masks, strict=True))
@@ -57,8 +69,9 @@ def prepare(terms: Sequence[Term], scored: Sequence[Scored], *, step: int, total
             advantages=torch.stack(
                 [_shaped(*each, row) for each in zip(terms, values, of_row, strict=True)],
             ),
+            candidates=candidates_J,
         )
-        for row, of_row, values in zip(scored, masks, advantages, strict=True)
+        for row, of_row, values, candidates_J in zip(scored, masks, advantages, candidates, strict=True)
     ]
 
 
@@ -73,16 +86,58 @@ def _mask(term: Term, row: Scored, step: int) -> Tensor:
     )
 
 
-def log_ratios(term: Term, row: Scored) -> Tensor:
-    """[C] log student - log teacher of the drawn tokens, the student as it was before the round's first step."""
-    scores = row.scores.get(term.teacher)
-    if scores is None or scores.sampled_logprobs is None or row.student_logprobs is None:
-        raise RecordError(
-            f"term '{term.name}' needs the log-probabilities of student and teacher '{term.teacher}' for row "
-            f"{row.rollout.prompt.row}; the row has scores of {sorted(row.scores)}"
+def _choose(term: Term, scored: Sequence[Scored], masks: Sequence[Tensor], gather: Gather) -> None:
+    """Leave a term its informative tokens, in place; thresholds are the round's, over the tokens it trains."""
+    marks = [_informative(term, row, mask_C) for row, mask_C in zip(scored, masks, strict=True)]
+
+    def of_round(place: int) -> Tensor:
+        trained = [mark_2C[place][mask_C] for mark_2C, mask_C in zip(marks, masks, strict=True)]
+        return gather(torch.cat([torch.zeros(0), *trained]))
+
+    entropy_threshold, disagreement_threshold = informative_thresholds(
+        of_round(0),
+        of_round(1),
+        entropy_share=term.entropy_share or 0.0,
+        disagreement_share=term.confident_wrong_share or 0.0,
+    )
+    for (entropy_C, c_C), mask_C in zip(marks, masks, strict=True):
+        mask_C &= informative_tokens(
+            student_entropy_n=entropy_C,
+            disagreement_n=c_C,
+            entropy_threshold=entropy_threshold,
+            disagreement_threshold=disagreement_threshold,
         )
+
+
+def _informative(term: Term, row: Scored, mask_C: Tensor) -> Tensor:
+    """[2, C] student's entropy and log-ratio, as far as the term chooses by them and trains the row at all."""
+    marks_2C = torch.zeros(2, *mask_C.shape)
+    if not bool(mask_C.any()):
+        return marks_2C
+    if term.entropy_share is not None:
+        if row.student_entropy is None:
+            raise RecordError(
+                f"term '{term.name}' chooses tokens by the student's entropy, which row {row.rollout.prompt.row} lacks"
+            )
+        marks_2C[0] = row.student_entropy
+    if term.confident_wrong_share is not None:
+        marks_2C[1] = log_ratios(term, row)
+    return marks_2C
+
+
+def log_ratios(term: Term, row: Scored) -> Tensor:
+    """[C] log student - log target of the drawn tokens, the student as it was before the round's first step."""
+    target_C = _drawn_logprobs(term, term.teacher, row)
+    if term.extrapolation is not None:
+        target_C = extrapolated(
+            teacher_logprobs=target_C,
+            reference_logprobs=_drawn_logprobs(term, REFERENCE, row),
+            extrapolation=term.extrapolation,
+        )
+    if row.student_logprobs is None:
+        raise RecordError(_lacking(term, term.teacher, row))
     _require_behaviour(term, row)
-    return estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=scores.sampled_logprobs)
+    return estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=target_C)
 
 
 def _require_behaviour(term: Term, row: Scored) -> None:
@@ -93,34 +148,54 @@ def _require_behaviour(term: Term, row: Scored) -> None:
         )
 
 
-def _rewards(term: Term, scored: Sequence[Scored], masks: Sequence[Tensor], total: Total) -> list[float]:
+def _drawn_logprobs(term: Term, teacher: str, row: Scored) -> Tensor:
+    """[C] what a teacher says of the drawn tokens."""
+    scores = row.scores.get(teacher)
+    if scores is None or scores.sampled_logprobs is None:
+        raise RecordError(_lacking(term, teacher, row))
+    return scores.sampled_logprobs
+
+
+def _lacking(term: Term, teacher: str, row: Scored) -> str:
+    return (
+        f"term '{term.name}' needs the log-probabilities of student and teacher '{teacher}' for row "
+        f"{row.rollout.prompt.row}; the row has scores of {sorted(row.scores)}"
+    )
+
+
+def _rewards(
+    term: Term, scored: Sequence[Scored], masks: Sequence[Tensor], total: Total, gather: Gather
+) -> list[float]:
     """Of each row the reward its tokens answer for, off its group's mean where asked; zero where there is none."""
     if term.teacher != REWARD:
         return [0.0] * len(scored)
     trained = [bool(mask_C.any()) for mask_C in masks]
     rewards = [_reward(term, row) if own else 0.0 for row, own in zip(scored, trained, strict=True)]
-    return _off_their_groups(term, scored, trained, rewards, total) if term.baseline is Baseline.GROUP else rewards
+    if term.baseline is not Baseline.GROUP:
+        return rewards
+    return _off_their_groups(term, scored, trained, rewards, total, gather)
 
 
 def _off_their_groups(
-    term: Term, scored: Sequence[Scored], trained: Sequence[bool], rewards: Sequence[float], total: Total
+    term: Term,
+    scored: Sequence[Scored],
+    trained: Sequence[bool],
+    rewards: Sequence[float],
+    total: Total,
+    gather: Gather,
 ) -> list[float]:
     """Rewards minus the mean of those of their question's rows that are trained; whitened, over their deviation."""
-    questions = [row.rollout.prompt.question for row in scored]
-    num_groups = _above_all(questions, total)
-    groups_R = torch.tensor(questions, dtype=torch.int64)
+    groups_R = torch.tensor([row.rollout.prompt.question for row in scored], dtype=torch.int64)
+    rows_G = torch.bincount(gather(groups_R))  # of all ranks, trained or not
+    if bool((rows_G == 1).any()):
+        raise RecordError(
+            f"term '{term.name}' compares the rows of each question, and question {int((rows_G == 1).nonzero()[0])} of "
+            "the round has one row; expected at least two (sampler.samples_per_prompt)"
+        )
     rewards_R = torch.tensor(rewards, dtype=torch.float64)
     trained_R = torch.tensor(trained, dtype=torch.bool)
-    rows_1G = torch.bincount(groups_R, minlength=num_groups)[None].double()
-    sums_3G = estimators.group_sums(rewards_R[trained_R], groups_R[trained_R], num_groups)
-    of_round = total(torch.cat([rows_1G, sums_3G]))
-    alone_G = of_round[0] == 1
-    if bool(alone_G.any()):
-        raise RecordError(
-            f"term '{term.name}' compares the rows of each question, and question {int(alone_G.nonzero()[0])} of the "
-            "round has one row; expected at least two (sampler.samples_per_prompt)"
-        )
-    mean_G, deviation_G = estimators.group_moments(of_round[1:])
+    sums_3G = estimators.group_sums(rewards_R[trained_R], groups_R[trained_R], len(rows_G))
+    mean_G, deviation_G = estimators.group_moments(total(sums_3G))
     centred_R = rewards_R - mean_G[groups_R]
     if term.whiten:
         deviation_R = deviation_G[groups_R]
@@ -138,20 +213,13 @@ def _reward(term: Term, row: Scored) -> float:
     return row.reward
 
 
-def _above_all(numbers: Sequence[int], total: Total) -> int:
-    """A number above those of all ranks. Ranks can only add up, so each marks how many bits its largest has."""
-    marks = torch.zeros(64, dtype=torch.float64)
-    marks[max(numbers, default=0).bit_length()] = 1.0
-    return 2 ** int(total(marks).nonzero().max())
-
-
 def _returns(term: Term, row: Scored, mask_C: Tensor, reward: float) -> Tensor:
     """[C] returns of r = -c over the tokens the student wrote, or of a reward at the row's end; zero where idle."""
     if not (term.rewards_needed and bool(mask_C.any())):
         return torch.zeros(mask_C.shape)
     if term.teacher == REWARD:
         rewards_C = torch.zeros(mask_C.shape)
-        rewards_C[-1] = reward
+        rewards_C[-1] = reward  # at the end, whoever wrote the last token
     else:
         rewards_C = -log_ratios(term, row)
         if row.rollout.written is not None:  # what a tool wrote earns nothing

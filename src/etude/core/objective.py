@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from etude.axes.legality import Point, Rule, Sampling, require_legal
-from etude.axes.names import LABEL, REWARD, Divergence, Gives, Reduction
-from etude.core.advantages import Total, prepare
+from etude.axes.names import REWARD, Divergence, Gives, Reduction
+from etude.core.advantages import Gather, Total, prepare
 from etude.core.linear import DEFAULT_CHUNK_BYTES, OutputHead, head_sum
 from etude.core.logprobs import next_token_logprobs, pick
 from etude.core.records import Batch, Scored
@@ -34,8 +34,8 @@ from etude.errors import PairError, RecordError
 NEAR_AN_END = 0.05  # betas of jsd nearer to 0 or 1 than this are warned about: the signal shrinks in proportion
 
 
-def _alone(sums: Tensor) -> Tensor:
-    return sums
+def _alone(of_this_rank: Tensor) -> Tensor:
+    return of_this_rank
 
 
 def _shown_of(term: Term) -> tuple[str, ...]:
@@ -85,23 +85,33 @@ class Objective:
 
     def needs(self, teacher: str) -> frozenset[Gives]:
         """Everything its terms need from the teacher of that name."""
-        wanted = (term.needs for term in self.terms if term.teacher == teacher)
+        wanted = (term.needs for term in self.terms if teacher in term.teachers)
         return frozenset[Gives]().union(*wanted)
 
     @cached_property
     def teachers(self) -> tuple[str, ...]:
         """Names of the teachers it asks for scores, each once; neither label nor reward is one of them."""
-        return tuple(dict.fromkeys(term.teacher for term in self.terms if term.teacher not in (LABEL, REWARD)))
+        return tuple(dict.fromkeys(name for term in self.terms for name in term.teachers))
 
     @property
     def needs_rewards(self) -> bool:
         """Whether a verifier must judge the rows."""
-        return Gives.REWARDS in self.needs(REWARD)
+        return any(Gives.REWARDS in term.needs for term in self.terms)
 
     @property
     def needs_student_logprobs(self) -> bool:
         """Whether `prepare` needs a pass of the student before the round's first step."""
-        return any(term.log_ratios_needed for term in self.terms)
+        return any(term.log_ratios_needed or term.confident_wrong_share is not None for term in self.terms)
+
+    @property
+    def needs_student_entropy(self) -> bool:
+        """Whether that pass must also say how certain the student is."""
+        return any(term.entropy_share is not None for term in self.terms)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a term trains the informative tokens of a round only."""
+        return any(term.chooses for term in self.terms)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -116,18 +126,21 @@ class Objective:
 
     # 1. prepare -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, scored: Sequence[Scored], *, step: int = 0, total: Total = _alone) -> list[Scored]:
+    def prepare(
+        self, scored: Sequence[Scored], *, step: int = 0, total: Total = _alone, gather: Gather = _alone
+    ) -> list[Scored]:
         """Fill in weights and advantages of every row of a round, before its first step.
 
         Args:
             scored: this rank's rows.
             step: the round's first optimiser step, from 0.
             total: sums a tensor over all ranks; left out: there is one.
+            gather: joins the one-dimensional tensors of all ranks; left out: there is one.
 
         Raises:
-            RecordError: a row lacks a score, or the student's log-probabilities a term needs.
+            RecordError: a row lacks a score, or what a term needs of the student.
         """
-        return prepare(self.terms, scored, step=step, total=total)
+        return prepare(self.terms, scored, step=step, total=total, gather=gather)
 
     # 2. count -------------------------------------------------------------------------------------------------------
 
@@ -142,6 +155,26 @@ class Objective:
             for j, term in enumerate(self.terms):
                 counts_J[j] += row_count(row.weights[j] != 0, term.reduction)
         return counts_J
+
+    def choices(self, rows: Sequence[Scored]) -> Tensor:
+        """[2, J] float64: tokens of these prepared rows that each term trains, and those it chose them from."""
+        sums_2J = torch.zeros(2, len(self.terms), dtype=torch.float64)
+        for row in rows:
+            if row.weights is None or row.candidates is None:
+                raise RecordError(
+                    f"row {row.rollout.prompt.row} was not prepared: call Objective.prepare before choices"
+                )
+            sums_2J += torch.stack([(row.weights != 0).sum(1), row.candidates])
+        return sums_2J
+
+    def selected(self, choices_2J: Tensor) -> dict[str, float]:
+        """Share of its tokens that each choosing term trains, from `choices` summed over micro-batches and ranks."""
+        kept_J, candidates_J = choices_2J
+        return {
+            f"selected/{term.name}": (kept_J[j] / candidates_J[j]).item()
+            for j, term in enumerate(self.terms)
+            if term.chooses and candidates_J[j] > 0
+        }
 
     def scales(self, counts_J: Tensor, *, step: int = 0, world_size: int = 1) -> Tensor:
         """[J] what each term's sum is multiplied by in a step: its coefficient there over its count.

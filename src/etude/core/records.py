@@ -132,6 +132,8 @@ class Scored:
     weights: Tensor | None = None  # [J, C] float32: each term's mask times weight; zero where the term does not train
     advantages: Tensor | None = None  # [J, C] float32, detached; zero for analytic terms
     student_logprobs: Tensor | None = None  # [C] float32: the student before the round's first step, if a term needs it
+    student_entropy: Tensor | None = None  # [C] float32, nats, of its distribution there: likewise
+    candidates: Tensor | None = None  # [J] int64: tokens each term would train if it chose none of them
     reward: float | None = None  # what a verifier gives the whole row, if a term trains on it
 
     def __post_init__(self) -> None:
@@ -139,13 +141,14 @@ class Scored:
         for scores in self.scores.values():
             scores.check(self.rollout)
         _check_completion(f"student_logprobs of row {row}", self.student_logprobs, length)
+        _check_completion(f"student_entropy of row {row}", self.student_entropy, length)
         _check_completion(f"weights of row {row}", self.weights, length, ndim=2, axis=1)
         _check_completion(f"advantages of row {row}", self.advantages, length, ndim=2, axis=1)
         if self.reward is not None and not math.isfinite(self.reward):
             raise RecordError(f"the reward of row {row} is {self.reward}; expected a finite number")
 
     def with_prepared(self, **fields: Tensor | None) -> Scored:
-        """A copy with weights, advantages or student log-probs filled in."""
+        """A copy with what the round fixed filled in: weights, advantages, the student's own marks."""
         return replace(self, **fields)
 
 

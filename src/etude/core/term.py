@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from etude.axes.names import (
     LABEL,
+    REFERENCE,
     REWARD,
     Baseline,
     Divergence,
@@ -41,6 +42,7 @@ class Term:
 
     name: str = "reverse_kl"  # how metrics call it
     teacher: str = "teacher"  # a teacher's name; "label": the one-hot label, i.e. cross-entropy; "reward": a verifier
+    extrapolation: float | None = None  # lambda of the target teacher^lambda reference^(1 - lambda); None: 1
     support: Support = Support.FULL
     top_k: int | None = None  # top_k: ids kept a side
     owner: Owner | None = None  # top_k; None: the teacher's
@@ -68,7 +70,16 @@ class Term:
     first_tokens: int | Ramp | None = None  # the horizon: tokens after these are not trained; None: to the end
     disagreement_weight: float | None = None  # policy gradient: weight of a row's first token, falling to 1
     teacher_entropy: float | None = None  # nats: only tokens at which the teacher is less certain than this
+    entropy_share: float | None = None  # of the round's tokens, those where the student is least certain
+    confident_wrong_share: float | None = None  # of the others, those it is surest of against its teacher
     reduction: Reduction = Reduction.TOKEN_MEAN
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Names of the models whose marks it needs, each what `needs` says."""
+        if self.teacher in (LABEL, REWARD):
+            return ()
+        return (self.teacher,) if self.extrapolation is None else (self.teacher, REFERENCE)
 
     @property
     def needs(self) -> frozenset[Gives]:
@@ -80,6 +91,8 @@ class Term:
         needs = {Gives.SAMPLED_LOGPROBS} if self.support is Support.SAMPLED else {Gives.HIDDEN_STATES}
         if self.baseline is Baseline.STATE_KL or self.teacher_entropy is not None:
             needs.add(Gives.HIDDEN_STATES)
+        if self.confident_wrong_share is not None:
+            needs.add(Gives.SAMPLED_LOGPROBS)
         return frozenset(needs)
 
     @property
@@ -91,6 +104,11 @@ class Term:
     def log_ratios_needed(self) -> bool:
         """Whether those are log-ratios, for which the student must be asked before the round's first step."""
         return self.rewards_needed and self.teacher != REWARD
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it trains the informative tokens of a round only."""
+        return self.entropy_share is not None or self.confident_wrong_share is not None
 
     @property
     def round_moments_needed(self) -> bool:
@@ -130,6 +148,8 @@ class Term:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else axis(value))
         object.__setattr__(self, "sources", frozenset(Source(source) for source in self.sources))
+        if self.extrapolation == 1.0:  # the reference cancels, so it is never asked
+            object.__setattr__(self, "extrapolation", None)
         if self.support is Support.TOP_K:
             object.__setattr__(self, "owner", self.owner or Owner.TEACHER)
             object.__setattr__(self, "tail", self.tail or Tail.BUCKET)

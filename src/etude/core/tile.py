@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.axes.names import LABEL, REWARD, Baseline, Estimator, Form, Importance, Support, Tail
+from etude.axes.names import LABEL, REFERENCE, REWARD, Baseline, Estimator, Form, Importance, Support, Tail
 from etude.core import estimators, support
 from etude.core.divergences import DivergenceFn, reverse_kl
 from etude.core.records import Batch
 from etude.core.term import Term
+from etude.core.transforms import extrapolated
 from etude.core.weighting import entropy, entropy_gate
 from etude.errors import PairError
 
@@ -60,9 +61,27 @@ def mark(term: Term, divergence: DivergenceFn, tile: Tile, advantages_n: Tensor)
     marks = _marks(term, divergence, tile, advantages_n)
     if term.teacher_entropy is None:
         return marks
-    gate_n = entropy_gate(entropy(tile.teachers_nV[term.teacher]), term.teacher_entropy)
+    gate_n = entropy_gate(entropy(_target(term, tile)), term.teacher_entropy)
     # The count stays that of all tokens: the mean of gate times divergence, whatever share the gate lets through.
     return Marks(marks.values_n * gate_n, marks.shown_n, {**marks.shares, "uncertain": gate_n})
+
+
+def _target(term: Term, tile: Tile) -> Tensor:
+    """[n, V] log-probabilities of what the term compares with: its teacher, or p^lambda ref^(1 - lambda)."""
+    target_nV = _unscaled_target(term, tile)
+    return target_nV if term.extrapolation is None else target_nV.log_softmax(-1)
+
+
+def _unscaled_target(term: Term, tile: Tile) -> Tensor:
+    """[n, V] the same as drawn tokens know it, not summing to one."""
+    teacher_nV = tile.teachers_nV[term.teacher]
+    if term.extrapolation is None:
+        return teacher_nV
+    return extrapolated(
+        teacher_logprobs=teacher_nV,
+        reference_logprobs=tile.teachers_nV[REFERENCE],
+        extrapolation=term.extrapolation,
+    )
 
 
 def _marks(term: Term, divergence: DivergenceFn, tile: Tile, advantages_n: Tensor) -> Marks:
@@ -71,7 +90,7 @@ def _marks(term: Term, divergence: DivergenceFn, tile: Tile, advantages_n: Tenso
     if term.teacher == REWARD:
         return _policy(term, tile, advantages_n, None)
     if term.support is Support.FULL:
-        values_n = divergence(student_logprobs=tile.student_nV, teacher_logprobs=tile.teachers_nV[term.teacher])
+        values_n = divergence(student_logprobs=tile.student_nV, teacher_logprobs=_target(term, tile))
         return Marks(values_n, values_n, {})
     if term.support is Support.TOP_K:
         return _top_k(term, divergence, tile)
@@ -83,7 +102,7 @@ def _top_k(term: Term, divergence: DivergenceFn, tile: Tile) -> Marks:
     assert term.top_k is not None  # the term checks its own fields
     assert term.owner is not None
     assert term.tail is not None
-    teacher_nV = tile.teachers_nV[term.teacher]
+    teacher_nV = _target(term, tile)
     k = min(term.top_k, teacher_nV.shape[-1])
     tops = {"student_top_nk": support.top_ids(tile.student_nV, k), "teacher_top_nk": support.top_ids(teacher_nV, k)}
     ids_nK = support.kept_ids(**tops, owner=term.owner)
@@ -106,17 +125,20 @@ def _top_k(term: Term, divergence: DivergenceFn, tile: Tile) -> Marks:
 
 def _drawn(term: Term, tile: Tile, advantages_n: Tensor) -> Marks:
     """The drawn token alone: a form of its log-ratio, or its detached advantage."""
-    columns = tile.batch.teachers.get(term.teacher)
-    if columns is None or columns.sampled_logprobs_N is None:
-        raise PairError(
-            f"teacher '{term.teacher}' gave no log-probabilities of the drawn ids; term '{term.name}' needs them"
+    target_n = _drawn_logprobs(term, term.teacher, tile)
+    if term.extrapolation is not None:
+        target_n = extrapolated(
+            teacher_logprobs=target_n,
+            reference_logprobs=_drawn_logprobs(term, REFERENCE, tile),
+            extrapolation=term.extrapolation,
         )
-    c_n = estimators.log_ratio(student_logprobs=tile.chosen_n, teacher_logprobs=columns.sampled_logprobs_N[tile.tokens])
+    c_n = estimators.log_ratio(student_logprobs=tile.chosen_n, teacher_logprobs=target_n)
     if term.estimator is Estimator.ANALYTIC:
         return Marks(estimators.form_value(c_n, term.form or Form.K2), c_n, {})
     if term.baseline is Baseline.STATE_KL:
-        student_nV, teacher_nV = tile.student_nV.detach(), tile.teachers_nV[term.teacher]
-        advantages_n = advantages_n + reverse_kl(student_logprobs=student_nV, teacher_logprobs=teacher_nV)
+        # Unscaled as in the advantages, so that it is their mean.
+        student_nV, target_nV = tile.student_nV.detach(), _unscaled_target(term, tile)
+        advantages_n = advantages_n + reverse_kl(student_logprobs=student_nV, teacher_logprobs=target_nV)
         if term.advantage_clip is not None:
             advantages_n = estimators.clip_advantages(advantages_n, term.advantage_clip)
     return _policy(term, tile, advantages_n, c_n)
@@ -134,6 +156,16 @@ def _policy(term: Term, tile: Tile, advantages_n: Tensor, shown_n: Tensor | None
         bounds=term.bounds,
     )
     return Marks(values_n, shown_n, _cut(term, tile.chosen_n.detach(), behaviour_n, advantages_n))
+
+
+def _drawn_logprobs(term: Term, teacher: str, tile: Tile) -> Tensor:
+    """[n] what a teacher says of the drawn tokens."""
+    columns = tile.batch.teachers.get(teacher)
+    if columns is None or columns.sampled_logprobs_N is None:
+        raise PairError(
+            f"teacher '{teacher}' gave no log-probabilities of the drawn ids; term '{term.name}' needs them"
+        )
+    return columns.sampled_logprobs_N[tile.tokens]
 
 
 def _cut(term: Term, chosen_n: Tensor, behaviour_n: Tensor, advantages_n: Tensor) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from etude.models.backbone import TransformersBackbone, load_backbone
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.teachers import FrozenTeacher
-from etude.recipes.run import train
+from etude.recipes.run import Summary, train
 from etude.runtime.seeds import Key
 from etude.runtime.world import World
 from etude.text.chat import PromptEncoder
@@ -62,6 +62,7 @@ class Score:
     accuracy: float  # share of sampled walks (temperature 1) that arrive
     accuracy_greedy: float  # share of routes on which the likeliest walk arrives
     reverse_kl: float  # KL(student || teacher) a token on its own sampled walks, in nats
+    entropy: float  # of the student's next-token distribution on those walks, in nats
 
 
 class Arena:
@@ -89,8 +90,12 @@ class Arena:
         self._write_rows("routes.jsonl", self.teacher_walks)
         self._write_rows("held-out.jsonl", [(prompt, "") for prompt in self.held_out[::WALKS]])
 
-    def train(self, name: str, settings: dict[str, Any], *, quiet: bool = True) -> str:
+    def train(self, name: str, settings: Mapping[str, Any], *, quiet: bool = True) -> str:
         """One training run; returns the folder of its student."""
+        return self.run(name, settings, quiet=quiet).student
+
+    def run(self, name: str, settings: Mapping[str, Any], *, quiet: bool = True) -> Summary:
+        """One training run of these settings on the arena's routes; dotted keys change those of the arena."""
         recipe: dict[str, Any] = {
             "name": name,
             "output": str(self.folder / name),
@@ -104,7 +109,7 @@ class Arena:
             "checkpoint": {"every": 0, "keep": 1},
             "device": {"device": "cpu", "threads": 1},
         }
-        return train(load_recipe(recipe | settings), fresh=True, quiet=quiet).student
+        return train(load_recipe(recipe | dict(settings)), fresh=True, quiet=quiet)
 
     def warm_start(self) -> str:
         """The base student after a few steps of cross-entropy on the teacher's routes."""
@@ -154,7 +159,8 @@ class Arena:
             show=0,
         )
         metrics = evaluation.run(student, version=0).metrics
-        return Score(metrics["heldout/accuracy"], metrics["heldout/accuracy_greedy"], metrics["heldout/reverse_kl"])
+        names = ("heldout/accuracy", "heldout/accuracy_greedy", "heldout/reverse_kl", "heldout/entropy")
+        return Score(*(metrics[name] for name in names))
 
     def footprint(self, title: str, model: str) -> Footprint:
         """Where a model goes on the held-out routes, one sampled walk each."""

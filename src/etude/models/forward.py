@@ -10,7 +10,7 @@ V real vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,7 @@ from etude.core.collate import pad_rows
 from etude.core.linear import OutputHead
 from etude.core.logprobs import next_token_logprobs, pick, predicted_from
 from etude.core.records import Rollout
+from etude.core.weighting import entropy
 from etude.errors import NonFiniteError
 from etude.models.roles import AbstractBackbone
 
@@ -107,13 +108,27 @@ def completion_states(
 
 def token_logprobs(hidden_ND: Tensor, head: OutputHead, ids_N: Tensor, temperature: float) -> Tensor:
     """[N] float32 log-probability of one id a state, a few tokens at a time: N x V never exists."""
+    return _read(hidden_ND, head, ids_N, temperature, pick)
+
+
+def token_logprobs_and_entropies(hidden_ND: Tensor, head: OutputHead, ids_N: Tensor, temperature: float) -> Tensor:
+    """[2, N] float32: the same, and the entropy of each state's whole distribution, in nats."""
+    return _read(
+        hidden_ND, head, ids_N, temperature, lambda lp_nV, ids_n: torch.stack([pick(lp_nV, ids_n), entropy(lp_nV)])
+    )
+
+
+def _read(
+    hidden_ND: Tensor, head: OutputHead, ids_N: Tensor, temperature: float, marks: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """[..., N] float32: `marks` of (log-probabilities [n, V], ids [n]), a few tokens at a time."""
     head = head.in_logits_dtype(hidden_ND)
     num_tokens = max(1, LOGITS_BYTES // (4 * head.vocab_size))
     parts = [
-        pick(next_token_logprobs(head.logits(part_nD), temperature), part_n)
+        marks(next_token_logprobs(head.logits(part_nD), temperature), part_n)
         for part_nD, part_n in zip(hidden_ND.split(num_tokens), ids_N.split(num_tokens), strict=True)
     ]
-    return torch.cat(parts).float()
+    return torch.cat(parts, dim=-1).float()
 
 
 def completion_logprobs(
@@ -126,7 +141,24 @@ def completion_logprobs(
         rollouts: the same rows.
         temperature: both logits are divided by it before the softmax (the loss temperature).
     """
+    return _by_row(token_logprobs, states, head, rollouts, temperature)
+
+
+def completion_logprobs_and_entropies(
+    states: Sequence[Tensor], head: OutputHead, rollouts: Sequence[Rollout], temperature: float
+) -> list[Tensor]:
+    """[2, C] float32 on the CPU for each row: the same, and the entropy in nats of what each id was drawn from."""
+    return _by_row(token_logprobs_and_entropies, states, head, rollouts, temperature)
+
+
+def _by_row(
+    marks: Callable[[Tensor, OutputHead, Tensor, float], Tensor],
+    states: Sequence[Tensor],
+    head: OutputHead,
+    rollouts: Sequence[Rollout],
+    temperature: float,
+) -> list[Tensor]:
     hidden_ND = torch.cat(list(states))
     ids_N = torch.cat([rollout.completion_ids for rollout in rollouts]).to(hidden_ND.device)
-    logprobs_N = token_logprobs(hidden_ND, head, ids_N, temperature).cpu()
-    return [part.clone() for part in logprobs_N.split([rollout.num_completion_tokens for rollout in rollouts])]
+    of_all = marks(hidden_ND, head, ids_N, temperature).cpu()
+    return [part.clone() for part in of_all.split([rollout.num_completion_tokens for rollout in rollouts], dim=-1)]

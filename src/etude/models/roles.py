@@ -132,6 +132,10 @@ class AbstractStudent(ABC):
         """[C] float32 log-probability of each completion id under the present weights, without gradient."""
 
     @abstractmethod
+    def logprobs_and_entropies(self, rollouts: Sequence[Rollout], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """The same, and beside it [C] the entropy, in nats, of the distribution in front of each completion id."""
+
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the student as a folder that transformers (or peft, for an adapter) loads."""
 

@@ -6,7 +6,7 @@ no optimiser and no loss; the learner trains it, the sampler writes with its bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from etude.core.records import Rollout
 from etude.errors import ModelError
-from etude.models.forward import completion_logprobs, completion_states, evaluating, first_too_long
+from etude.models.forward import (
+    completion_logprobs,
+    completion_logprobs_and_entropies,
+    completion_states,
+    evaluating,
+    first_too_long,
+)
 from etude.models.roles import AbstractBackbone, AbstractStudent
 
 
@@ -23,7 +29,7 @@ class Student(AbstractStudent):
 
     Args:
         backbone: its model; which of its weights require a gradient is decided by whoever loaded it.
-        tokens_per_batch: padded tokens of one forward pass in `logprobs`.
+        tokens_per_batch: padded tokens of one forward pass in which it marks rows.
 
     Raises:
         ModelError: no weight requires a gradient.
@@ -49,6 +55,16 @@ class Student(AbstractStudent):
             ModelError: a row exceeds the context window.
             NonFiniteError: the hidden states are not finite.
         """
+        return self._read(rollouts, temperature, completion_logprobs)
+
+    def logprobs_and_entropies(self, rollouts: Sequence[Rollout], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """The same and, from the same pass, [C] entropies in nats. Raises as `logprobs`."""
+        both = self._read(rollouts, temperature, completion_logprobs_and_entropies)
+        return [(logprobs_C, entropies_C) for logprobs_C, entropies_C in both]
+
+    def _read(
+        self, rollouts: Sequence[Rollout], temperature: float, marks: Callable[..., list[Tensor]]
+    ) -> list[Tensor]:
         row = first_too_long(rollouts, self.backbone.context_window)
         if row is not None:
             raise ModelError(
@@ -59,8 +75,8 @@ class Student(AbstractStudent):
         with torch.no_grad(), evaluating(self.backbone):
             for indices, states in completion_states(self.backbone, rollouts, self.tokens_per_batch):
                 rows = [rollouts[index] for index in indices]
-                logprobs = completion_logprobs(states, self.backbone.head(), rows, temperature)
-                found.update(zip(indices, logprobs, strict=True))
+                of_rows = marks(states, self.backbone.head(), rows, temperature)
+                found.update(zip(indices, of_rows, strict=True))
         return [found[index] for index in range(len(rollouts))]
 
     def save(self, folder: Path) -> None:

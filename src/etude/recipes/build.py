@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from etude.axes.names import Gives, Source
+from etude.axes.names import REFERENCE, Gives, Source
 from etude.config.schema import Recipe
 from etude.config.tables.terms import TermConfig
 from etude.core.objective import Objective
@@ -53,14 +53,16 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
     data = read_data(recipe)
     student = load_student(recipe, device)
     teacher = load_teacher(recipe, device)
-    choose_threads(recipe.device.threads, num_parameters(student, teacher))
+    reference = load_reference(recipe, device) if REFERENCE in objective.teachers else None
+    frozen = {model.name: model for model in (teacher, reference) if model is not None}
+    choose_threads(recipe.device.threads, num_parameters(student, *frozen.values()))
     settings = sampling_settings(recipe, data.stop_ids)
     for line in (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
         tracker.say(line)
     own = InProcessSampler(
         student.backbone, settings, dtype=device.sampler_dtype, rows_per_batch=recipe.sampler.rows_per_batch
     )
-    teachers: dict[str, AbstractTeacher] = {TEACHER: teacher} if teacher else {}
+    teachers: dict[str, AbstractTeacher] = {**frozen}
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
     return Parts(
         student=student,
@@ -98,7 +100,8 @@ def term_of(config: TermConfig) -> Term:
 
 def gives_of(recipe: Recipe) -> dict[str, frozenset[Gives]]:
     """What each teacher gives, by name."""
-    return {TEACHER: FrozenTeacher.gives} if recipe.teacher else {}
+    models = (TEACHER, REFERENCE) if recipe.teacher else (REFERENCE,)  # the student can always be its own reference
+    return dict.fromkeys(models, FrozenTeacher.gives)
 
 
 def require_gives(objective: Objective, gives: Mapping[str, frozenset[Gives]]) -> None:
@@ -133,10 +136,9 @@ def facts_of(settings: SamplingSettings, device: Device, data: Data) -> dict[str
     }
 
 
-def num_parameters(student: Student, teacher: FrozenTeacher | None) -> int:
-    """Of the larger model."""
-    backbones = [student.backbone] + ([teacher.backbone] if teacher else [])
-    return max(sum(p.numel() for p in backbone.parameters()) for backbone in backbones)
+def num_parameters(*models: Student | FrozenTeacher) -> int:
+    """Of the largest model."""
+    return max(sum(p.numel() for p in model.backbone.parameters()) for model in models)
 
 
 def load_student(recipe: Recipe, device: Device) -> Student:
@@ -165,6 +167,19 @@ def load_teacher(recipe: Recipe, device: Device) -> FrozenTeacher | None:
         config.model, dtype=device.teacher_dtype, device=device.name, trust_remote_code=config.trust_remote_code
     )
     return FrozenTeacher(TEACHER, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
+
+
+def load_reference(recipe: Recipe, device: Device) -> FrozenTeacher:
+    """The frozen model of [reference]; where it is left out, the student as it begins, without new adapters."""
+    config = recipe.reference
+    backbone = load_backbone(
+        config.model if config else recipe.student.model,
+        dtype=config.dtype if config and config.dtype != "auto" else device.compute_dtype,
+        device=device.name,
+        keep_layers=None if config else recipe.student.keep_layers,
+        trust_remote_code=config.trust_remote_code if config else recipe.student.trust_remote_code,
+    )
+    return FrozenTeacher(REFERENCE, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
 
 
 def sampling_settings(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingSettings:

@@ -81,6 +81,10 @@ def read_data(recipe: Recipe) -> Data:
     if recipe.teacher is not None:
         cards["teacher"] = read_card(recipe.teacher.model, trust_remote_code=recipe.teacher.trust_remote_code)
         warnings = require_same(tokenizer, cards["teacher"].tokenizer)
+    if recipe.reference is not None and recipe.asks_reference:
+        model, trusted = recipe.reference.model, recipe.reference.trust_remote_code
+        cards["reference"] = read_card(model, trust_remote_code=trusted)
+        warnings += require_same(tokenizer, cards["reference"].tokenizer, role="reference")
     stops = stop_ids(tokenizer, cards["student"].generation_config, recipe.sampler.stop)
     training, held_out, verify = read_examples(config, recipe.seed)
     if recipe.rewarded and config.verifier is not None:

@@ -65,16 +65,24 @@ class World:
         if self.size > 1:
             self._distributed().barrier()
 
+    def gather(self, values_N: Tensor) -> Tensor:
+        """The entries of all ranks' one-dimensional tensors (on the CPU, of one dtype), in the order of ranks."""
+        if self.size == 1:
+            return values_N
+        import torch
+
+        return torch.cat(self._all_gather(values_N))
+
     def gather_objects(self, objects: list[Any]) -> list[Any]:
         """All ranks' lists, one after the other in the order of ranks, on every rank.
 
         Objects are JSON values, whatever the size of the world: nothing that arrives over a socket is unpickled.
         """
-        return [value for part in self._all_gather(json.dumps(objects)) for value in json.loads(part)]
+        return [value for part in self._all_texts(json.dumps(objects)) for value in json.loads(part)]
 
     def broadcast_object(self, value: Any) -> Any:
         """The main process's `value` (a JSON value) on every rank; the others' is ignored."""
-        return json.loads(self._all_gather(json.dumps(value if self.is_main else None))[0])
+        return json.loads(self._all_texts(json.dumps(value if self.is_main else None))[0])
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module whose backward averages gradients over ranks: DDP, or the module itself in a world of one.
@@ -99,20 +107,27 @@ class World:
         if self.size > 1 and self._torch_distributed().is_initialized():
             self._torch_distributed().destroy_process_group()
 
-    def _all_gather(self, text: str) -> list[str]:
-        """Every rank's text, in the order of ranks: lengths first, then bytes padded to the longest."""
+    def _all_texts(self, text: str) -> list[str]:
+        """Every rank's text, in the order of ranks."""
         if self.size == 1:
             return [text]
         import torch
 
-        distributed = self._distributed()
         payload = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return [part.numpy().tobytes().decode() for part in self._all_gather(payload)]
+
+    def _all_gather(self, values_N: Tensor) -> list[Tensor]:
+        """Every rank's values, in the order of ranks: lengths first, then values padded to the longest."""
+        import torch
+
+        distributed = self._distributed()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        distributed.all_gather(lengths, torch.tensor([payload.numel()]))
+        distributed.all_gather(lengths, torch.tensor([values_N.numel()]))
         longest = max(int(length) for length in lengths)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        distributed.all_gather(parts, torch.cat([payload, payload.new_zeros(longest - payload.numel())]))
-        return [part[: int(length)].numpy().tobytes().decode() for part, length in zip(parts, lengths, strict=True)]
+        parts = [values_N.new_zeros(longest) for _ in range(self.size)]
+        if longest > 0:
+            distributed.all_gather(parts, torch.cat([values_N, values_N.new_zeros(longest - values_N.numel())]))
+        return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
     def _distributed(self) -> ModuleType:
         """`torch.distributed` with its process group running."""

@@ -1,8 +1,8 @@
 """Do two tokenizers speak the same ids, how many of them are real, and which end an answer?
 
 The vocabulary is the tokenizer's own id map, added tokens included; the rows a model pads its embeddings with are no
-part of it. Nothing here looks at weights or knows whose tokenizer it is beyond the two words student and teacher;
-`recipes/data.py` asks before weights are loaded.
+part of it. Nothing here looks at weights or knows whose tokenizer it is beyond the words student, teacher and
+reference; `recipes/data.py` asks before weights are loaded.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ def real_vocabulary(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def require_same(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def require_same(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, role: str = "teacher"
+) -> tuple[str, ...]:
     """Refuse a pair whose ids do not mean the same tokens, one by one; equal sizes prove nothing.
 
     Which of the shared tokens plays the part of BOS, EOS or padding may differ: a base student of an instruct teacher
     is the usual case. That changes no token's meaning, but a student may end its answers with a token the teacher
-    never uses, so it is said.
+    never uses, so it is said. `role` is what the second one is called.
 
     Returns:
         A sentence for each special token that the two choose differently; empty if there is none.
@@ -49,14 +51,14 @@ def require_same(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerB
     if differing:
         shown = "; ".join(f"id {id_} is {_named(ours, id_)} / {_named(theirs, id_)}" for id_ in differing[:_SHOWN])
         raise PairError(
-            f"student and teacher speak different token ids ({len(ours)} / {len(theirs)} tokens, {len(differing)} ids "
-            f"differ; student / teacher: {shown}), and each id must mean the same token to both; take a teacher of the "
+            f"student and {role} speak different token ids ({len(ours)} / {len(theirs)} tokens, {len(differing)} ids "
+            f"differ; student / {role}: {shown}), and each id must mean the same token to both; take a {role} of the "
             "student's own family, with the same tokenizer"
         )
-    roles = [(role, getattr(student, role), getattr(teacher, role)) for role in _ROLES]
+    tokens = [(token, getattr(student, token), getattr(teacher, token)) for token in _ROLES]
     return tuple(
-        f"the {role} of the student is {our_token!r}, of the teacher {their_token!r}"
-        for role, our_token, their_token in roles
+        f"the {token} of the student is {our_token!r}, of the {role} {their_token!r}"
+        for token, our_token, their_token in tokens
         if our_token != their_token
     )
 

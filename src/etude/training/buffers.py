@@ -37,6 +37,8 @@ def save_round(folder: Path, rows: Sequence[Scored]) -> None:
             "weights": row.weights,
             "advantages": row.advantages,
             "student_logprobs": row.student_logprobs,
+            "student_entropy": row.student_entropy,
+            "candidates": row.candidates,
         }
         for name, scores in row.scores.items():
             named[f"scores.{name}.sampled_logprobs"] = scores.sampled_logprobs
@@ -98,5 +100,7 @@ def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Score
         weights=tensors.get(prefix + "weights"),
         advantages=tensors.get(prefix + "advantages"),
         student_logprobs=tensors.get(prefix + "student_logprobs"),
+        student_entropy=tensors.get(prefix + "student_entropy"),
+        candidates=tensors.get(prefix + "candidates"),
         reward=fact["reward"],
     )

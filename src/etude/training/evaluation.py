@@ -105,7 +105,7 @@ class Evaluation:
         prompts: the held-out prompts, the same on every rank.
         sampler: writes as the student at temperature 1 with the whole vocabulary.
         greedy_sampler: takes the likeliest token; None leaves greedy accuracy out.
-        teacher: gives hidden states; None leaves the divergence out (a recipe of cross-entropy alone).
+        teacher: gives hidden states; None leaves divergence and entropy out (a recipe of cross-entropy alone).
         verify: scores (example, completion text); None leaves accuracy out.
         decode: token ids to text.
         show: how many answers to keep.
@@ -145,7 +145,9 @@ class Evaluation:
         answers = [self._answer(rollout) for rollout in rollouts]
         metrics = self._means("heldout", rollouts, answers)
         if self.teacher is not None:
-            metrics["heldout/reverse_kl"] = self._reverse_kl(student, rollouts)
+            marked = self._marked(self.teacher, student, rollouts)
+            metrics["heldout/reverse_kl"] = marked["divergence/reverse_kl"]
+            metrics["heldout/entropy"] = marked["student/entropy"]
         if self.greedy_sampler is not None and self.verify is not None:
             greedy = self._write(self.greedy_sampler, student, self._share(_once_each(self.prompts)), version)
             metrics["heldout/accuracy_greedy"] = self._mean([self._answer(r).correct or 0.0 for r in greedy])
@@ -162,13 +164,14 @@ class Evaluation:
         sampler.refresh(student, version)
         return sampler.sample(prompts, self.key)
 
-    def _reverse_kl(self, student: AbstractStudent, rollouts: Sequence[Rollout]) -> float:
-        assert self.teacher is not None
-        head = self.teacher.head()
-        heads = {} if head is None else {self.teacher.name: head}
-        scored = score_rows(rollouts, {self.teacher.name: self.teacher}, self._objective)
-        metrics = measure(student.backbone, self._objective, scored, heads, self.world, self.tokens_per_batch)
-        return metrics["divergence/reverse_kl"]
+    def _marked(
+        self, teacher: AbstractTeacher, student: AbstractStudent, rollouts: Sequence[Rollout]
+    ) -> dict[str, float]:
+        """The reverse KL's metrics on what the student has written."""
+        head = teacher.head()
+        heads = {} if head is None else {teacher.name: head}
+        scored = score_rows(rollouts, {teacher.name: teacher}, self._objective)
+        return measure(student.backbone, self._objective, scored, heads, self.world, self.tokens_per_batch)
 
     def _answer(self, rollout: Rollout) -> Answer:
         completion = self.decode(rollout.completion_ids.tolist())

@@ -111,10 +111,16 @@ class Learner:
 
     def prepare(self, scored: Sequence[Scored], step: int) -> list[Scored]:
         """Weights, masks and advantages of a round, fixed before its first step, which is number `step`."""
-        if self.objective.needs_student_logprobs:
+        if self.objective.needs_student_entropy:
+            marks = self.student.logprobs_and_entropies([row.rollout for row in scored], self.objective.temperature)
+            scored = [
+                row.with_prepared(student_logprobs=logprobs_C, student_entropy=entropy_C)
+                for row, (logprobs_C, entropy_C) in zip(scored, marks, strict=True)
+            ]
+        elif self.objective.needs_student_logprobs:
             logprobs = self.student.logprobs([row.rollout for row in scored], self.objective.temperature)
             scored = [row.with_prepared(student_logprobs=lp) for row, lp in zip(scored, logprobs, strict=True)]
-        return self.objective.prepare(scored, step=step, total=self.world.sum)
+        return self.objective.prepare(scored, step=step, total=self.world.sum, gather=self.world.gather)
 
     def learn(self, prepared: Sequence[Scored], step: int, num_rows: int) -> Iterator[StepReport]:
         """The steps of a round from number `step` (from 0) on; `num_rows` counts the round's rows over all ranks."""
@@ -143,6 +149,8 @@ class Learner:
             "gradient/skipped": float(skipped),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
         }
+        if self.objective.chooses:
+            metrics |= self.objective.selected(self.world.sum(self.objective.choices(rows)))
         return StepReport(step=number + 1, metrics=metrics, skipped=skipped)
 
     def _accumulate(self, rows: Sequence[Scored], scales_J: Tensor, number: int, spare: Scored) -> Tensor:

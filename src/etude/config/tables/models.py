@@ -1,4 +1,4 @@
-"""`[student]` and `[teacher]`: whose weights, in which precision, and what of them is trained."""
+"""`[student]`, `[teacher]` and `[reference]`: whose weights, in which precision, and what of them is trained."""
 
 from __future__ import annotations
 
@@ -79,5 +79,13 @@ class TeacherConfig(Noun):
     """`[teacher]`: who marks; frozen, always in evaluation mode."""
 
     model: str = Field(description="A name on the hub, a folder, or a shipped model (etude:maze-teacher).")
+    dtype: Precision = Field(default="auto", description="Of weights and products. auto: the student's compute_dtype.")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model folder.")
+
+
+class ReferenceConfig(Noun):
+    """`[reference]`: what a term stays near, or extrapolates away from; frozen. Left out: the student as it begins."""
+
+    model: str = Field(description="A name on the hub, a folder, or a shipped model (etude:maze-student).")
     dtype: Precision = Field(default="auto", description="Of weights and products. auto: the student's compute_dtype.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model folder.")

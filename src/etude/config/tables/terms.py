@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from etude.axes.legality import Point
 from etude.axes.names import (
+    LABEL,
     REWARD,
     Baseline,
     Divergence,
@@ -40,10 +41,18 @@ def _credit(term: Any) -> float:
 class TermConfig(Noun):
     """`[[terms]]`: one summand of the loss: which teacher, how much of it, measured how, trained how, on which rows."""
 
-    teacher: Literal["teacher", "label", "reward"] = Field(
+    teacher: Literal["teacher", "reference", "label", "reward"] = Field(
         default="teacher",
-        description='The model of [teacher]; the "label": all probability on the row\'s own next token; or the '
-        '"reward": the verifier\'s one number for the whole row.',
+        description='The model of [teacher] or of [reference]; the "label": all probability on the row\'s own next '
+        'token; or the "reward": the verifier\'s one number for the whole row.',
+    )
+    extrapolation: Annotated[float | None, OnlyWhen('teacher is "teacher"', lambda term: term.teacher == "teacher")] = (
+        Field(
+            default=None,
+            gt=0,
+            description="The power lambda of the target teacher^lambda reference^(1 - lambda); 1.25 in ExOPD (2026). "
+            "Left out: 1, the teacher itself.",
+        )
     )
     support: Word[Support] = Field(
         default=Support.FULL,
@@ -180,6 +189,22 @@ class TermConfig(Noun):
         default=None,
         ge=0,
         description="Train only where the teacher's entropy is above this, in nats. Left out: everywhere.",
+    )
+    entropy_share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Train this share of the round's tokens, those where the student is least certain; 0.5 in TIP "
+        "(2026). Left out: no choice by it.",
+    )
+    confident_wrong_share: Annotated[
+        float | None, OnlyWhen("teacher is a model", lambda term: term.teacher != LABEL)
+    ] = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="And this share of the other tokens, those the student is surest of against its teacher. Left out: "
+        "none of them with entropy_share, else no choice by it.",
     )
     reduction: Word[Reduction] = Field(
         default=Reduction.TOKEN_MEAN,

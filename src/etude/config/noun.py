@@ -102,7 +102,11 @@ def fields_below(noun: type[Noun], prefix: str = "") -> Iterator[tuple[str, Fiel
         yield key, field
         told = any(isinstance(mark, ToldElsewhere) for mark in field.metadata)
         if not told and (inner := noun_within(field.annotation)):
-            yield from fields_below(inner, f"{key}.0." if get_origin(field.annotation) is tuple else f"{key}.")
+            yield from fields_below(inner, f"{key}.0." if _is_array(field.annotation) else f"{key}.")
+
+
+def _is_array(annotation: object) -> bool:
+    return get_origin(annotation) is tuple or any(map(_is_array, get_args(annotation)))
 
 
 def choices(annotation: object) -> list[str]:

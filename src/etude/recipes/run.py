@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """What `summary.json` holds: no word of stages where there are none."""
-        return {name: value for name, value in asdict(self).items() if name != "stages" or value}
+        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stages"}
+        return held | ({"stages": [stage.as_json() for stage in self.stages]} if self.stages else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def _require_later_stages(recipe: Recipe, fresh: bool, world: World) -> None:
         if unfinished[place] and any(unfinished[:place]):
             with _named(recipe, place):
                 require_rows(stage, world)
-                _check(stage)
+                _check(stage, world)
 
 
 @contextmanager
@@ -253,15 +254,15 @@ def check(recipe: Recipe) -> str:
     for place, stage in enumerate(recipe.stage_recipes):
         with _named(recipe, place):
             title = "" if recipe.stages is None else f"stage {stage.name}\n"
-            texts.append(title + _check(stage))
+            texts.append(title + _check(stage, World()))
     return "\n".join(texts)
 
 
-def _check(recipe: Recipe) -> str:
+def _check(recipe: Recipe, world: World) -> str:
     """The same for one stage, its folder aside."""
     objective = objective_of(recipe)
     require_gives(objective, gives_of(recipe))
-    choose_device(recipe, World())
+    choose_device(recipe, world)
     data = read_data(recipe)
     lines = [
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",

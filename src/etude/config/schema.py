@@ -19,6 +19,7 @@ from etude.config.noun import Many, Noun, spelled
 from etude.config.tables.data import DataConfig
 from etude.config.tables.models import ReferenceConfig, StudentConfig, TeacherConfig
 from etude.config.tables.sampler import SamplerConfig
+from etude.config.tables.stages import StageConfig
 from etude.config.tables.terms import LossConfig, TermConfig
 from etude.config.tables.training import CheckpointConfig, DeviceConfig, EvaluationConfig, OptimConfig, TrainConfig
 
@@ -60,6 +61,24 @@ class Recipe(Noun):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="What is measured.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="What is kept.")
     device: DeviceConfig = Field(default=DeviceConfig(), description="Where it runs.")
+    stages: Many[StageConfig] | None = Field(
+        default=None,
+        min_length=1,
+        description="What one student goes through in turn, each a table of changes to the tables above. Left out: the "
+        "recipe itself is the only one.",
+    )
+
+    @property
+    def stage_recipes(self) -> tuple[Recipe, ...]:
+        """Each stage as a recipe of its own, whose run's folder is in this one's; without stages the recipe itself."""
+        if self.stages is None:
+            return (self,)
+        return tuple(self._of_stage(number, stage) for number, stage in enumerate(self.stages, start=1))
+
+    def _of_stage(self, number: int, stage: StageConfig) -> Recipe:
+        name = f"{number}-{stage.name}"
+        tables = {key: getattr(stage, key) for key in StageConfig.model_fields}
+        return self.model_copy(update=tables | {"name": name, "output": f"{self.output}/{name}", "stages": None})
 
     @property
     def sampling(self) -> Sampling:
@@ -80,6 +99,8 @@ class Recipe(Noun):
 
     @model_validator(mode="after")
     def _check_terms(self) -> Self:
+        if self.stages is not None:  # each is checked as a recipe of its own; what is common to them need not be one
+            return self
         names = [term.name for term in self.terms]
         for place, term in enumerate(self.terms):
             if term.name in names[:place]:
@@ -93,7 +114,7 @@ class Recipe(Noun):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
-        if self.teacher is not None:
+        if self.teacher is not None or self.stages is not None:
             return self
         for place, term in enumerate(self.terms):
             if term.teacher == "teacher":
@@ -125,7 +146,7 @@ class Recipe(Noun):
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
         rows = self.train.prompts_per_round * self.sampler.samples_per_prompt
-        if self.train.updates_per_round > rows:
+        if self.stages is None and self.train.updates_per_round > rows:
             raise ValueError(
                 f"train.updates_per_round = {self.train.updates_per_round} is more than the {rows} rows of a round; "
                 "lower it or raise prompts_per_round"

@@ -40,8 +40,8 @@ from etude.training.state import Saver
 TEACHER = "teacher"  # the name terms know the model of [teacher] by
 
 
-def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Parts:
-    """Everything a run is made of.
+def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage: int = 0) -> Parts:
+    """Everything a run, or its stage of this index, is made of.
 
     Raises:
         UsageError: something does not fit; the sentence says what, where and what to do.
@@ -63,7 +63,7 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
         student.backbone, settings, dtype=device.sampler_dtype, rows_per_batch=recipe.sampler.rows_per_batch
     )
     teachers: dict[str, AbstractTeacher] = {**frozen}
-    plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
+    plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs, stage)
     return Parts(
         student=student,
         sampler=sampler_of(recipe, own, teacher),

@@ -154,7 +154,7 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
         )
     tracker.say(f"going on after step {checkpoint.step}")
     tracker.truncate_after(checkpoint.step)
-    return parts.saver.restore(checkpoint, parts.student, parts.learner)
+    return parts.saver.restore(checkpoint, parts.student, parts.learner, parts.sampler)
 
 
 def check(recipe: Recipe) -> str:

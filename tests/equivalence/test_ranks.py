@@ -54,7 +54,8 @@ STEPS = {  # what a step may be made of: term, padded tokens of a micro-batch, r
     "no rows but one there, which trains nothing": (STUDENT_ONLY, 1, [*ROWS[:7:2], ROWS[1]]),
 }
 RUN = [
-    "sampler.student_fraction=0.5",
+    "sampler.student_fraction=0.75",
+    "sampler.replay_fraction=0.9",
     'terms.0.sources=["student"]',
     "train.updates_per_round=2",
     "train.tokens_per_micro_batch=12",
@@ -185,6 +186,11 @@ def test_a_whole_run(folders: tuple[Path, Path]) -> None:
             assert together[metric] == pytest.approx(value, abs=1e-5), metric
     for answers in ("before", "after"):
         assert (one / f"samples/{answers}.jsonl").read_text() == (two / f"samples/{answers}.jsonl").read_text()
+
+
+def test_rows_are_replayed(folders: tuple[Path, Path]) -> None:
+    for folder in folders:
+        assert any(line.get("rollout/replayed") for line in read_metrics(folder / "run" / "metrics.jsonl"))
 
 
 def test_a_run_taken_up_inside_a_round(folders: tuple[Path, Path]) -> None:

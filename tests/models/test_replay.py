@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ class TestBounds:
         assert max(map(len, sampler._kept.values())) <= 3  # two earlier ones and the present one
 
     @pytest.mark.parametrize("changes", [{"rows_kept": 0}, {"max_age": 0}])
-    def test_a_store_that_never_has_anything(self, changes: dict[str, int]) -> None:
+    def test_a_store_that_never_has_anything(self, changes: dict[str, Any]) -> None:
         with pytest.raises(RecipeError, match="has nothing to replay; write at least 1"):
             replay(0.5, **changes)
 

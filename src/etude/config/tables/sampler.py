@@ -22,7 +22,7 @@ _OF_COINS = OnlyWhen(
 
 
 class AdaptiveConfig(Noun):
-    """`[sampler.adaptive]`: student_fraction is where the student's share begins; it rises where the student gets worse.
+    """`[sampler.adaptive]`: the student's share begins at student_fraction and rises when the student gets worse.
 
     Whenever the held-out divergence is `tolerance` above the reference, the share goes up by `rise`, to 1 at most, and
     that measurement becomes the reference; the first reference is the student before training.

@@ -55,7 +55,8 @@ STEPS = {  # what a step may be made of: term, padded tokens of a micro-batch, r
     "no rows but one there, which trains nothing": (STUDENT_ONLY, 1, [*ROWS[:7:2], ROWS[1]]),
 }
 RUN = [
-    "sampler.student_fraction=0.5",
+    "sampler.student_fraction=0.75",
+    "sampler.replay_fraction=0.9",
     'terms.0.sources=["student"]',
     "train.updates_per_round=2",
     "train.tokens_per_micro_batch=12",
@@ -196,6 +197,11 @@ def test_a_run_in_stages(folders: tuple[Path, Path]) -> None:
         one, two = (load_file(folder / student) for folder in folders)
         for weight, value in one.items():
             torch.testing.assert_close(two[weight], value, atol=1e-6, rtol=1e-6)
+
+
+def test_rows_are_replayed(folders: tuple[Path, Path]) -> None:
+    for folder in folders:
+        assert any(line.get("rollout/replayed") for line in read_metrics(folder / "run" / "metrics.jsonl"))
 
 
 def test_a_run_taken_up_inside_a_round(folders: tuple[Path, Path]) -> None:

@@ -89,6 +89,7 @@ class Recipe(Noun):
             top_p=self.sampler.top_p,
             top_k=self.sampler.top_k,
             joint=self.sampler.joint,
+            stale=self.sampler.replay.highest > 0,
             steps_per_round=self.train.updates_per_round * self.train.epochs,
         )
 
@@ -150,5 +151,33 @@ class Recipe(Noun):
             raise ValueError(
                 f"train.updates_per_round = {self.train.updates_per_round} is more than the {rows} rows of a round; "
                 "lower it or raise prompts_per_round"
+            )
+        capacity, max_age = self.sampler.replay_capacity, self.sampler.max_age
+        if capacity is not None and capacity < rows:
+            raise ValueError(
+                f"sampler.replay_capacity = {capacity} does not hold the {rows} rows of one round; raise it, or lower "
+                "prompts_per_round"
+            )
+        steps = self.train.updates_per_round * self.train.epochs
+        if max_age is not None and max_age < steps:
+            raise ValueError(
+                f"sampler.max_age = {max_age} replays nothing, the round before is {steps} steps old; raise max_age, "
+                "or write replay_fraction = 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adaptive(self) -> Self:
+        if self.sampler.adaptive is None:
+            return self
+        if self.teacher is None:
+            raise ValueError(
+                "[sampler.adaptive] follows the held-out divergence from the teacher and there is no [teacher]; name "
+                "its model"
+            )
+        if self.evaluation.every == 0:
+            raise ValueError(
+                "[sampler.adaptive] follows the evaluations and evaluation.every = 0 makes none while training; write "
+                "how many steps lie between them"
             )
         return self

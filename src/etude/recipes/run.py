@@ -240,7 +240,7 @@ def _restore(parts: Parts, tracker: Tracker, start: Path | None) -> State:
         )
     tracker.say(f"going on after step {checkpoint.step}")
     tracker.truncate_after(checkpoint.step)
-    return parts.saver.restore(checkpoint, parts.student, parts.learner)
+    return parts.saver.restore(checkpoint, parts.student, parts.learner, parts.sampler)
 
 
 def check(recipe: Recipe) -> str:

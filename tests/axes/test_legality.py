@@ -26,6 +26,8 @@ def every_sampling() -> list[Sampling]:
         {"top_k": 5},
         {"joint": True},
         {"joint": True, "temperature": 0.5},
+        {"stale": True},
+        {"stale": True, "temperature": 0.5},
     )
     return [
         Sampling(frozenset(rows), steps_per_round=steps, **written)
@@ -164,6 +166,7 @@ def written(point: Point, **sampling: object) -> Point:
         (written(JUDGED, temperature=0.7), "uncorrected-temperature"),
         (written(JUDGED, joint=True), "uncorrected-joint"),
         (written(JUDGED, steps_per_round=2), "uncorrected-steps"),
+        (written(JUDGED, stale=True), "uncorrected-replay"),
         (Point(estimator=POLICY), "state-value-advantage"),
         (replace(TOP_K, estimator=POLICY), "state-value-advantage"),
         (replace(TAIL, estimator=POLICY), "state-value-advantage"),
@@ -192,6 +195,11 @@ def written(point: Point, **sampling: object) -> Point:
         (written(TAIL, joint=True), "uncorrected-joint"),
         (written(SAMPLED, steps_per_round=2), "uncorrected-steps"),
         (written(GRADIENT, steps_per_round=2), "uncorrected-steps"),
+        (written(SAMPLED, stale=True), "uncorrected-replay"),
+        (written(GRADIENT, stale=True), "uncorrected-replay"),
+        (written(TAIL, stale=True), "uncorrected-replay"),
+        (written(GRADIENT, stale=True, steps_per_round=2), "uncorrected-steps"),
+        (written(GRADIENT, stale=True, rows=frozenset({STUDENT, DATASET})), "sampled-rows"),
     ],
 )
 def test_refused(point: Point, name: str) -> None:
@@ -247,7 +255,17 @@ RATIO = replace(GRADIENT, importance=Importance.RATIO)
         (replace(GRADIENT, shaped=True, discount=0.5), "shaped-advantages", "surrogate"),
         (replace(written(RATIO, temperature=0.7), discount=1.0), "token-ratio-of-returns", "surrogate"),
         (replace(written(RATIO, joint=True), discount=1.0), "token-ratio-of-returns", "surrogate"),
+        (written(RATIO, stale=True), "states-of-an-older-student", "surrogate"),
+        (replace(written(RATIO, stale=True), discount=1.0), "states-of-an-older-student", "surrogate"),
+        (written(RATIO, stale=True, steps_per_round=4), "states-of-an-older-student", "surrogate"),
+        (written(RATIO, stale=True, joint=True, temperature=0.7), "states-of-an-older-student", "surrogate"),
+        (replace(written(GRADIENT, stale=True), importance=Importance.PPO_CLIP), "ppo-clip", "surrogate"),
+        (replace(written(GRADIENT, stale=True), importance=Importance.MASKED), "bounded-ratio", "surrogate"),
+        (written(Point(), stale=True), "full", "exact"),
+        (written(TOP_K, stale=True), "bucket", "surrogate"),
+        (written(GOLD, stale=True), "label", "exact"),
         (JUDGED, "reward", "exact"),
+        (written(replace(RATIO, reward=True, discount=1.0), stale=True), "states-of-an-older-student", "surrogate"),
         (replace(JUDGED, importance=Importance.RATIO), "reward", "exact"),
         (replace(JUDGED, shaped=True), "shaped-advantages", "surrogate"),
         (replace(JUDGED, importance=Importance.PPO_CLIP), "ppo-clip", "surrogate"),
@@ -396,9 +414,15 @@ def every_reward_term() -> Iterator[dict[str, object]]:
 def test_objective_asks_the_same_table() -> None:
     """Every combination that a `Term` can hold: refused with the same sentence, or built with the same verdict."""
     samplings = [
-        Sampling(rows, temperature=temperature, top_k=top_k, joint=joint, steps_per_round=steps)
+        Sampling(rows, temperature=temperature, top_k=top_k, joint=joint, stale=stale, steps_per_round=steps)
         for rows in (frozenset({STUDENT}), frozenset({STUDENT, DATASET}))
-        for temperature, top_k, joint in ((1.0, 0, False), (0.5, 0, False), (1.0, 5, False), (1.0, 0, True))
+        for temperature, top_k, joint, stale in (
+            (1.0, 0, False, False),
+            (0.5, 0, False, False),
+            (1.0, 5, False, False),
+            (1.0, 0, True, False),
+            (1.0, 0, False, True),
+        )
         for steps in (1, 2)
     ]
     refused = built = 0

@@ -189,6 +189,46 @@ def test_show_prints_a_recipe_that_is_a_recipe(capsys: pytest.CaptureFixture[str
     assert load_recipe(tmp_path / "shown.toml") == load_recipe("smollm2-prune", ["train.steps=3"])
 
 
+def test_show_prints_stages_whole_and_says_what_is_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["show", "maze-two-stages", "stages.1.train.steps=3"]) == 0
+    out = capsys.readouterr().out
+    second = out.split("\n[[stages]]\n")[2]
+    for line in (
+        'name = "on-policy"                              # recipe maze-two-stages\n',
+        "steps = 3                                       # command line\n",
+        'divergence = "reverse_kl"                       # method opd\n',
+        "learning_rate = 0.002                           # the recipe's\n",
+        "clip_norm = 1.0                                 # default\n",
+    ):
+        assert line in second
+    (tmp_path / "shown.toml").write_text(out, encoding="utf-8")
+    assert load_recipe(tmp_path / "shown.toml") == load_recipe("maze-two-stages", ["stages.1.train.steps=3"])
+
+
+def test_check_speaks_of_every_stage(capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "maze-two-stages", "--config-only"]) == 0
+    out = capsys.readouterr().out
+    assert "term 1-warm-up/forward_kl: exact gradient: " in out
+    assert "term 2-on-policy/reverse_kl: exact gradient: " in out
+    words = [
+        "check",
+        "maze-two-stages",
+        "--config-only",
+        "stages.1.terms.0.support=sampled",
+        "stages.1.terms.0.form=k1",
+    ]
+    says = 'recipe maze-two-stages: stages.1: terms.0 ("reverse_kl") is refused (k1-loss)'
+    assert refused(capsys, *words).startswith(says)
+
+
+def test_show_keys_of_stages_points_to_the_tables(capsys: pytest.CaptureFixture[str]):
+    assert main(["show", "--keys", "stages"]) == 0
+    out = capsys.readouterr().out
+    assert 'stages.0.name = "stage"\n    text\n' in out
+    assert "stages.0.sampler\n    table\n    Changes to [sampler].\n" in out
+    assert "student_fraction" not in out
+
+
 def test_show_as_written(capsys: pytest.CaptureFixture[str]):
     assert main(["show", "starter", "--as-written"]) == 0
     assert capsys.readouterr().out == shipped_recipes()["starter"].read_text(encoding="utf-8")

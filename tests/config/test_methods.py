@@ -32,6 +32,7 @@ def test_a_row_is_complete(name: str):
 def test_rows_as_published():
     assert METHODS["gkd"].axes["sampler"] == "student 50%, dataset 50%"
     assert METHODS["seqkd"].axes["sampler"] == "teacher"
+    assert METHODS["distillm"].axes["sampler"] == "student with replay from 0% up, dataset"
     assert load_recipe(LEAST | {"method": "gkd"}).terms[0].beta == 0.5
     machines = load_recipe(LEAST | {"method": "thinking-machines"})
     assert (machines.terms[0].discount, machines.terms[0].importance, machines.terms[0].form) == (0.0, "ratio", "k1")

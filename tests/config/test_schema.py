@@ -120,6 +120,24 @@ def test_who_writes(fraction: float, other: str | None, writers: set[Source]):
     assert SamplerConfig.model_validate(settings).writers == writers
 
 
+def test_replay():
+    changes = {"sampler": {"replay_fraction": 0.5}, "terms.0.sources": ["student"]}
+    assert recipe(changes).sampling == Sampling(stale=True)
+    assert (recipe(changes).sampler.replay_capacity, recipe(changes).sampler.max_age) == (1000, None)
+    assert (recipe().sampler.replay_capacity, recipe().sampler.max_age) == (None, None)
+    assert SamplerConfig.model_validate({"replay_fraction": 0.5, "mix": "batch"}).mix == "batch"
+    ramp = {"start": 0.0, "end": 1.0, "last": 100}
+    assert SamplerConfig.model_validate({"replay_fraction": ramp}).replay.value(50) == 0.5
+
+
+def test_an_adaptive_share_begins_at_the_students_fraction():
+    sampler = SamplerConfig.model_validate({"student_fraction": 0.0, "adaptive": {}})
+    assert sampler.adaptive is not None
+    assert (sampler.adaptive.rise, sampler.adaptive.tolerance) == (0.1, 0.1)
+    assert (sampler.fraction, sampler.other) == (0.0, Source.DATASET)
+    assert sampler.writers == {Source.STUDENT, Source.DATASET}
+
+
 def test_a_constant_schedule_ends_at_its_peak():
     assert OptimConfig.model_validate({"schedule": "constant"}).final_fraction == 1.0
     assert OptimConfig().final_fraction == 0.1
@@ -200,9 +218,56 @@ def test_name_and_output():
             {"terms.0": REWARDED | {"baseline": "group"}, "data.verifier": "exact"},
             'terms.0 ("reward") has baseline = "group" and each prompt is answered once',
         ),
+        (
+            {
+                "terms.0": REWARDED | {"baseline": "group"},
+                "data.verifier": "exact",
+                "sampler": {"samples_per_prompt": 4, "replay_fraction": 0.5},
+            },
+            "a replayed answer is one to another question than those around it; write sampler.replay_fraction = 0",
+        ),
         ({"terms.0": REWARDED | {"form": "k1"}, "data.verifier": "exact"}, 'teacher is not "reward"'),
         ({"terms.0.extrapolation": 0}, "greater than 0"),
         ({"terms.0.entropy_share": 1}, "less than 1"),
+        (
+            {"sampler.replay_capacity": 9},
+            "replay_capacity = 9 does nothing here, it counts only when replay_fraction is",
+        ),
+        ({"sampler.max_age": 9}, "max_age = 9 does nothing here, it counts only when replay_fraction is above 0"),
+        ({"sampler.mix": "batch"}, "only when student_fraction is below 1 or replay_fraction above 0"),
+        ({"sampler.replay_fraction": 1.5}, "replay_fraction goes from 1.5 to 1.5; it is a share"),
+        (
+            {"sampler.student_fraction": 0, "sampler.replay_fraction": 0.5},
+            "replay_fraction is about the student's rows and it writes none",
+        ),
+        (
+            {"sampler.replay_fraction": 0.5, "sampler.replay_capacity": 7},
+            "sampler.replay_capacity = 7 does not hold the 8 rows of one round",
+        ),
+        (
+            {"sampler.replay_fraction": 0.5, "sampler.max_age": 3, "train.epochs": 4},
+            "sampler.max_age = 3 replays nothing, the round before is 4 steps old",
+        ),
+        (
+            {"sampler.adaptive.rise": 0.1},
+            "raises student_fraction, which goes from 1.0 to 1.0; write one number below 1",
+        ),
+        (
+            {"sampler.adaptive.rise": 0.1, "sampler.student_fraction": {"start": 0.0, "end": 0.5, "last": 9}},
+            "raises student_fraction, which goes from 0.0 to 0.5; write one number below 1",
+        ),
+        (
+            {
+                "teacher.model": None,
+                "sampler": {"student_fraction": 0.0, "adaptive": {"rise": 0.1}},
+                "terms": [{"teacher": "label", "divergence": "forward_kl", "sources": ["dataset"]}],
+            },
+            "[sampler.adaptive] follows the held-out divergence from the teacher and there is no [teacher]",
+        ),
+        (
+            {"sampler.student_fraction": 0.0, "sampler.adaptive.rise": 0.1, "evaluation.every": 0},
+            "[sampler.adaptive] follows the evaluations and evaluation.every = 0 makes none",
+        ),
         ({"train.updates_per_round": 9}, "train.updates_per_round = 9 is more than the 8 rows of a round"),
     ],
 )

@@ -2,13 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from etude.axes.names import FinishReason, Source
 from etude.core.records import Prompt, Rollout
+from etude.models.adaptive import AdaptiveFraction
+from etude.models.joint import Interleaving, JointSampler, TokenMixture
 from etude.models.mixture import DatasetSampler, MixtureSampler
+from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractSampler, AbstractStudent
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
@@ -44,6 +49,10 @@ def table() -> TableBackbone:
     return TableBackbone(torch.randn(6, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
 
 
+def teacher() -> TableBackbone:
+    return TableBackbone(torch.randn(6, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
+
+
 def in_process(**options: object) -> InProcessSampler:
     return InProcessSampler(table(), SETTINGS, **options)  # pyright: ignore[reportArgumentType]
 
@@ -57,6 +66,21 @@ SAMPLERS: dict[str, Callable[[], AbstractSampler]] = {
     "student and dataset": lambda: MixtureSampler(in_process(), DatasetSampler(), student_fraction=0.5),
     "student and teacher": lambda: MixtureSampler(
         in_process(), in_process(source=Source.TEACHER), student_fraction=0.5
+    ),
+    "student or teacher for a whole round": lambda: MixtureSampler(
+        in_process(), in_process(source=Source.TEACHER), student_fraction=0.5, mix="batch"
+    ),
+    "student and dataset, by the evaluations": lambda: MixtureSampler(
+        in_process(), DatasetSampler(), AdaptiveFraction(0.3, rise=0.4)
+    ),
+    "student and teacher in each token": lambda: JointSampler(in_process(), teacher(), TokenMixture(0.2)),
+    "the student within the teacher's likeliest": lambda: JointSampler(in_process(), teacher(), Interleaving(2)),
+    "replay": lambda: ReplaySampler(in_process(), 0.5, rows_kept=2),
+    "replay of whole rounds, and the dataset": lambda: MixtureSampler(
+        ReplaySampler(in_process(), 0.5, rows_kept=3, max_age=2, mix="batch"), DatasetSampler(), 0.7, mix="batch"
+    ),
+    "replay of what student and teacher wrote": lambda: ReplaySampler(
+        JointSampler(in_process(), teacher(), TokenMixture(0.2)), 0.5, rows_kept=2
     ),
     "one's own": OwnSampler,
 }
@@ -137,3 +161,50 @@ def test_the_version_is_stamped(sampler: AbstractSampler) -> None:
     sampler.refresh(Student(table()), version=4)
     assert sampler.version == 4
     assert {rollout.version for rollout in sampler.sample(prompts(), KEY)} == {4}
+
+
+def rounds(sampler: AbstractSampler, versions: range) -> list[list[list[int]]]:
+    """What is written in these rounds of three steps each, one after the other, and an evaluation after each."""
+    found: list[list[list[int]]] = []
+    for version in versions:
+        sampler.refresh(Student(table()), version)
+        found.append(written(sampler.sample(prompts(), replace(KEY, round=version // 3))))
+        sampler.observe({"heldout/reverse_kl": float(version)})
+    return found
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_it_remembers_comes_back(name: str, tmp_path: Path) -> None:
+    """Also into one that has done something else before."""
+    whole, stopped, again = (SAMPLERS[name]() for _ in range(3))
+    expected = rounds(whole, range(0, 18, 3))
+    assert rounds(stopped, range(0, 9, 3)) == expected[:3]
+    stopped.save(tmp_path)
+    rounds(again, range(0, 6, 3))
+    again.load([tmp_path], lambda row: True)
+    assert rounds(again, range(9, 18, 3)) == expected[3:]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 3)])
+def test_rows_dealt_over_processes_are_the_same_rows(name: str, before: int, now: int, tmp_path: Path) -> None:
+    """However many write, and however many go on with what those remember."""
+    expected = SAMPLERS[name]()
+    rounds(expected, range(0, 9, 3))
+    folders = [tmp_path / str(rank) for rank in range(before)]
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        alone = SAMPLERS[name]()
+        for version in range(0, 9, 3):
+            alone.refresh(Student(table()), version)
+            alone.sample(prompts()[rank::before], replace(KEY, round=version // 3))
+            alone.observe({"heldout/reverse_kl": float(version)})
+        alone.save(folder)
+    key = replace(KEY, round=3)
+    expected.refresh(Student(table()), 9)
+    together = written(expected.sample(prompts(), key))
+    for rank in range(now):
+        sampler = SAMPLERS[name]()
+        sampler.load(folders, lambda row, rank=rank: row % now == rank)
+        sampler.refresh(Student(table()), 9)
+        assert written(sampler.sample(prompts()[rank::now], key)) == together[rank::now]

@@ -121,6 +121,15 @@ def test_the_writers_own_logprobs_count_only_where_the_student_wrote() -> None:
     assert others.isnan()
 
 
+def test_an_older_students_say_of_a_replayed_row_counts_only_where_nobody_tells_them_apart() -> None:
+    row = prepared([1], [4], behaviour=torch.tensor([-0.25]), raw=torch.tensor([-0.5]))
+    assert collate([row]).raw_logprobs_N.tolist() == [-0.5]
+    assert collate([row], version=0).raw_logprobs_N.tolist() == [-0.5]
+    replayed = collate([row], version=3)
+    assert replayed.raw_logprobs_N.isnan().all()
+    assert replayed.behaviour_logprobs_N.tolist() == [-0.25]  # what the ratio divides by stays
+
+
 def test_what_cannot_stand_side_by_side_is_refused() -> None:
     some = Scores("t", sampled_logprobs=torch.zeros(1))
     with pytest.raises(RecordError, match="call Objective.prepare before collate"):

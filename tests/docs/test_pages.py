@@ -36,6 +36,13 @@ def test_the_recipe_in_the_readme_loads() -> None:
         assert load_recipe(tomllib.loads(recipe)).terms
 
 
+def test_the_stages_in_the_recipes_page_load() -> None:
+    (stages,) = (block for block in blocks(REPOSITORY / "docs" / "recipes.md", "toml") if "[[stages]]" in block)
+    recipe = load_recipe(tomllib.loads(blocks(REPOSITORY / "README.md", "toml")[0]) | tomllib.loads(stages))
+    found = [(stage.name, stage.train.steps) for stage in recipe.stage_recipes]
+    assert found == [("1-warm-up", 15), ("2-on-policy", 200)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_commands_exist(page: Path) -> None:
     text = "\n".join(blocks(page, "bash")) + "\n".join(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))

@@ -517,6 +517,28 @@ def test_advantages_of_the_first_step_lag_behind() -> None:
     assert same(expected_gradient(objective, behaviour), token_level(Divergence.REVERSE_KL, behaviour))
 
 
+@pytest.mark.parametrize("discount", [0.0, 1.0])
+def test_replayed_rows_are_right_at_each_token_and_wrong_where_it_stands(discount: float) -> None:
+    """Written by the older student, valued and differentiated at today's: the ratio sees one token at a time."""
+    behaviour = token_logprobs(OLDER)
+    objective = legal("surrogate", Sampling(stale=True), **POLICY, importance=Importance.RATIO, discount=discount)
+    found = expected_gradient(objective, behaviour)
+    ratio = (OWN - behaviour).exp()
+    assert same(found, weighted_scores(ratio * returns_by_hand(LOG_RATIOS, discount), behaviour))
+    at_its_states = token_level(Divergence.REVERSE_KL, behaviour)
+    assert same(found, at_its_states) == (discount == 0.0)
+    own = sequence_level() if discount else REVERSE
+    bias = (found - own).abs().max().item()
+    print(f"replay, ratio, discount {discount:g}: off today's student's own gradient by {bias:.3f}")
+    assert bias > 0.01
+    # The ratio of the whole prefix would put it right; of the whole completion, where returns reach over all of it.
+    if discount == 0.0:
+        prefix = (OWN - behaviour).cumsum(-1).exp()
+        assert same(weighted_scores(prefix * LOG_RATIOS, behaviour), REVERSE)
+    # The whole vocabulary needs no ratio: at the states that are visited it is exact.
+    assert same(expected_gradient(legal("exact", Sampling(stale=True)), behaviour), at_its_states)
+
+
 def test_ppo_clip() -> None:
     clip, behaviour = 0.2, token_logprobs(OLDER)
     objective = legal("surrogate", **POLICY, importance=Importance.PPO_CLIP, clip=clip)
@@ -1112,6 +1134,16 @@ def uncorrected_steps() -> None:
         assert not same(found, token_level(Divergence.REVERSE_KL, behaviour))
 
 
+def uncorrected_replay() -> None:
+    """Valued by today's student, unlike a round's later steps; half of the rows today's own, too."""
+    behaviour = token_logprobs(OLDER)
+    truth = token_level(Divergence.REVERSE_KL, behaviour)
+    for term in (SAMPLED, POLICY, {"support": Support.TOP_K, "top_k": 1, "tail": Tail.SAMPLED}):
+        replayed, own = expected_gradient(unjudged(**term), behaviour), expected_gradient(unjudged(**term))
+        assert not same(replayed, truth)
+        assert not same(0.5 * replayed + 0.5 * own, 0.5 * truth + 0.5 * REVERSE)
+
+
 DEMONSTRATIONS: Sequence[Callable[[], None]] = (
     no_rows,
     label_divergence,
@@ -1135,6 +1167,7 @@ DEMONSTRATIONS: Sequence[Callable[[], None]] = (
     uncorrected_temperature,
     uncorrected_joint,
     uncorrected_steps,
+    uncorrected_replay,
 )
 
 

@@ -55,13 +55,15 @@ STEPS = {  # what a step may be made of: term, padded tokens of a micro-batch, r
     "no rows but one there, which trains nothing": (STUDENT_ONLY, 1, [*ROWS[:7:2], ROWS[1]]),
 }
 RUN = [
-    "sampler.student_fraction=0.5",
+    "sampler.student_fraction=0.75",
+    "sampler.replay_fraction=0.9",
     'terms.0.sources=["student"]',
     "train.updates_per_round=2",
     "train.tokens_per_micro_batch=12",
     "evaluation.prompts=3",
     "optim.epsilon=1e-3",  # Adam's sign of a gradient near 0 would blow rounding up to a whole step
 ]
+STAGES = ["stages.0.method=supervised-kd", "stages.0.train.steps=2", "stages.1.name=mixed", "stages.1.train.steps=2"]
 LAST, INNER = 4, 3  # steps of the run, and the one in the middle of a round from which it is taken up again
 
 
@@ -101,6 +103,7 @@ def work(world: World, folder: Path, recipe: Recipe) -> None:
         copy_inner(recipe, again)
     world.barrier()
     train(again, quiet=True)
+    train(load_recipe(folder / "recipe.toml", [*STAGES, f"output={recipe.output} in stages"]), quiet=True)
     others = recipe.model_copy(update={"output": f"{recipe.output} of others"})
     if Path(others.output).exists():
         train(others, quiet=True)
@@ -186,6 +189,19 @@ def test_a_whole_run(folders: tuple[Path, Path]) -> None:
             assert together[metric] == pytest.approx(value, abs=1e-5), metric
     for answers in ("before", "after"):
         assert (one / f"samples/{answers}.jsonl").read_text() == (two / f"samples/{answers}.jsonl").read_text()
+
+
+def test_a_run_in_stages(folders: tuple[Path, Path]) -> None:
+    for stage in ("1-supervised-kd", "2-mixed"):
+        student = f"run in stages/{stage}/checkpoints/step-000002/student/model.safetensors"
+        one, two = (load_file(folder / student) for folder in folders)
+        for weight, value in one.items():
+            torch.testing.assert_close(two[weight], value, atol=1e-6, rtol=1e-6)
+
+
+def test_rows_are_replayed(folders: tuple[Path, Path]) -> None:
+    for folder in folders:
+        assert any(line.get("rollout/replayed") for line in read_metrics(folder / "run" / "metrics.jsonl"))
 
 
 def test_a_run_taken_up_inside_a_round(folders: tuple[Path, Path]) -> None:

@@ -82,6 +82,30 @@ VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
         ],
         [],
     ),
+    "replay of student's and teacher's rows, and a share by the evaluations": (
+        "llama",
+        [
+            {
+                "name": "ratio",
+                "support": "sampled",
+                "estimator": "policy_gradient",
+                "importance": "ratio",
+                "sources": ["student"],
+            },
+            {"divergence": "forward_kl"},
+        ],
+        [
+            "sampler.teacher_share=0.2",
+            "sampler.replay_fraction=0.8",
+            "train.prompts_per_round=8",
+            "sampler.replay_capacity=16",
+            "sampler.max_age=4",  # that of the round before, and no other
+            "sampler.adaptive.rise=0.4",
+            "sampler.adaptive.tolerance=0.0",
+            "optim.learning_rate=3.0",  # so that the student gets worse
+            "evaluation.every=2",
+        ],
+    ),
     "a reward off its group's mean beside a divergence": (
         "llama",
         [
@@ -100,6 +124,7 @@ VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
         ["sampler.samples_per_prompt=3", f"data.verifier={__name__}:short", "train.prompts_per_round=2"],
     ),
 }
+REMEMBERING = [name for name in VARIANTS if "replay" in name]
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
@@ -129,7 +154,9 @@ def traces(folder: Path) -> dict[str, Any]:
     """All that a run leaves behind, times aside."""
     last = folder / "checkpoints" / f"step-{STEPS:06d}"
     hashed = [*last.rglob("*.safetensors"), *(folder / "samples").iterdir()]
-    assert len(hashed) == 4  # student, optimiser, answers before and after
+    # student, optimiser, answers before and after, and what the sampler remembers
+    assert len(hashed) == (5 if (last / "sampler-of-rank-0").exists() else 4)
+    hashed += last.glob("sampler-of-rank-0/**/*.json")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in hashed} | {
         "metrics": [
@@ -151,6 +178,17 @@ def test_it_does_what_the_variant_promises(whole: Recipe) -> None:
         assert any(trained)
         assert term.sources == ("student", "dataset", "teacher") or min(trained) < metrics[0]["tokens/scored"]
     assert sum(line["gradient/skipped"] for line in metrics) < STEPS / 2
+
+
+@pytest.mark.parametrize("whole", REMEMBERING, indirect=True)
+def test_replay_replays_and_the_share_rises(whole: Recipe) -> None:
+    metrics = [line for line in traces(Path(whole.output))["metrics"] if "tokens/scored" in line]
+    assert any(line["rollout/replayed"] for line in metrics)
+    assert not all(line["rollout/replayed"] == line["rollout/student"] for line in metrics[4:])  # fresh ones as well
+    phi = json.loads(
+        (Path(whole.output) / "checkpoints" / "step-000012" / "sampler-of-rank-0/fraction.json").read_text()
+    )
+    assert phi["fraction"] > 0.5
 
 
 def test_from_every_inner_step(whole: Recipe, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from etude.axes.names import FinishReason, Source
 from etude.core.records import Prompt, Rollout, as_ids
 from etude.errors import DataError, RecipeError
+from etude.models.adaptive import AdaptiveFraction
 from etude.models.mixture import DatasetSampler, Mix, MixtureSampler
 from etude.models.student import Student
 from etude.models.table import TableBackbone
@@ -147,6 +149,38 @@ class TestMixtureByBatch:
             return [self.writer(replace(KEY, round=number, **changes), 0) for number in range(30)]
 
         assert len({tuple(rounds()), tuple(rounds(seed=1)), tuple(rounds(stage=1))}) == 3
+
+
+class TestAdaptive:
+    """The share follows what evaluations measure: here 0, then 1."""
+
+    @staticmethod
+    def made() -> MixtureSampler:
+        phi = AdaptiveFraction(0.0, rise=1.0, tolerance=0.5)
+        return MixtureSampler(ScriptedSampler(lambda prompt: [prompt.row]), DatasetSampler(), phi)
+
+    def test_it_hears_of_evaluations(self) -> None:
+        sampler, found = self.made(), list[set[Source]]()
+        for divergence in (1.0, 1.25, 1.5):
+            sampler.observe({"heldout/reverse_kl": divergence})
+            found.append(set(writers(sampler.sample(prompts(20), KEY)).values()))
+        assert found == [{Source.DATASET}, {Source.DATASET}, {Source.STUDENT}]
+
+    def test_what_it_heard_comes_back(self, tmp_path: Path) -> None:
+        sampler, again = self.made(), self.made()
+        for divergence in (1.0, 2.0):
+            sampler.observe({"heldout/reverse_kl": divergence})
+        sampler.save(tmp_path)
+        again.load([tmp_path], lambda row: True)
+        assert again.adaptive == sampler.adaptive
+        assert set(writers(again.sample(prompts(20), KEY)).values()) == {Source.STUDENT}
+
+    def test_another_share_hears_nothing_and_writes_no_file(self, tmp_path: Path) -> None:
+        sampler = mixture()
+        sampler.observe({})
+        sampler.save(tmp_path)
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        sampler.load([tmp_path], lambda row: True)
 
 
 def test_the_process_draws_on_as_if_nothing_had_been() -> None:

@@ -19,8 +19,10 @@ from etude.config.tables.terms import TermConfig
 from etude.core.objective import Objective, Term
 from etude.core.records import Prompt, Rollout, as_ids
 from etude.errors import DataError, ModelError, PairError, RecipeError
+from etude.models.adaptive import AdaptiveFraction
 from etude.models.backbone import TransformersBackbone
 from etude.models.mixture import DatasetSampler, MixtureSampler
+from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractDecoding, AbstractSampler
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.recipes.build import build, objective_of, require_gives, term_of
@@ -153,6 +155,23 @@ class TestWriters:
         assert sampler.student_fraction == 0.3
         assert isinstance(sampler.student, InProcessSampler)
         assert type(sampler.other) is kind
+
+    def test_replay(self, settings: dict[str, Any]) -> None:
+        """Of four prompts twice, so eight rows a round: a store of 20 keeps two earlier rows of each place."""
+        changes = ["sampler.replay_fraction=0.5", "sampler.replay_capacity=20", "sampler.samples_per_prompt=2"]
+        sampler = made(settings, *changes, "sampler.max_age=3", "sampler.mix=batch").sampler
+        assert isinstance(sampler, ReplaySampler)
+        assert isinstance(sampler.student, InProcessSampler)
+        assert (sampler.replay_fraction, sampler.rows_kept, sampler.max_age, sampler.mix) == (0.5, 2, 3, "batch")
+
+    def test_the_students_share_by_the_evaluations(self, settings: dict[str, Any]) -> None:
+        recipe = load_recipe(settings | {"method": "distillm"}, ["evaluation.every=2"])
+        sampler = built(recipe).sampler
+        assert isinstance(sampler, MixtureSampler)
+        assert sampler.adaptive == AdaptiveFraction(0.0, rise=0.1, tolerance=0.1)
+        assert isinstance(sampler.student, ReplaySampler)
+        assert (sampler.student.rows_kept, sampler.student.mix, sampler.mix) == (250, "batch", "batch")
+        assert isinstance(sampler.other, DatasetSampler)
 
     def test_the_settings_of_the_recipe_and_the_students_own_for_evaluation(self, settings: dict[str, Any]) -> None:
         changes = ["sampler.temperature=0.7", "sampler.top_p=0.9", "sampler.top_k=5", "sampler.max_new_tokens=3"]

@@ -16,6 +16,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from etude.axes.names import Gives, Source
 from etude.config.load import dump_toml, load_recipe
 from etude.config.schema import Recipe
 from etude.core.records import Scored
@@ -23,6 +24,7 @@ from etude.errors import CheckpointError, DataError, PairError, RecipeError, Rec
 from etude.models.backbone import TransformersBackbone
 from etude.recipes.run import Summary, check, export, train
 from etude.runtime.lock import locked
+from etude.runtime.seeds import Key
 from etude.runtime.tracking import METRICS, describe, read_metrics
 from etude.testing import tiny_folder, tiny_model, tiny_recipe, word_tokenizer
 from etude.training.learner import Learner, StepReport
@@ -539,3 +541,38 @@ class TestCheck:
         monkeypatch.setattr("etude.recipes.build.FrozenTeacher.gives", frozenset())
         with pytest.raises(PairError, match="teacher 'teacher' gives nothing"):
             check(load_recipe(tiny_recipe(tmp_path)))
+
+
+def test_sequence_level_distillation_trains_on_what_the_teacher_writes(tmp_path: Path, seen: list[Parts]) -> None:
+    """Method seqkd: every row is the teacher's own draw, and the divergence is the cross-entropy of its tokens."""
+    recipe = load_recipe(tiny_recipe(tmp_path) | {"method": "seqkd"}, ["train.steps=3"])
+    train(recipe, quiet=True)
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "tokens/scored" in line]
+    for line in lines:
+        assert line["rollout/student"] == 0.0
+        assert line["tokens/scored"] == line["tokens/forward_kl"] == line["rollout/tokens"]
+        assert line["divergence/forward_kl"] == pytest.approx(-line["student/logprob"], abs=1e-6)
+    [parts] = seen
+    rollouts = parts.sampler.sample(parts.prompts(0), Key(0, "sample", 0, 0))
+    marks = parts.teachers["teacher"].score(rollouts, frozenset({Gives.SAMPLED_LOGPROBS}), 1.0)
+    for rollout, mark in zip(rollouts, marks, strict=True):
+        assert rollout.source is Source.TEACHER
+        torch.testing.assert_close(rollout.raw_logprobs, mark.sampled_logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adaptive_share_with_replay(tmp_path: Path) -> None:
+    """Method distillm: at a rate that only does harm, rows of the data give way to the student's, old and new."""
+    changes = [
+        "train.steps=8",
+        "optim.learning_rate=3.0",
+        "evaluation.every=1",
+        "sampler.adaptive.rise=1.0",
+        "sampler.mix=row",
+        "sampler.replay_fraction.last=8",
+    ]
+    train(load_recipe(tiny_recipe(tmp_path) | {"method": "distillm"}, changes), quiet=True)
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "tokens/scored" in line]
+    assert [line["rollout/student"] for line in lines] == [0.0] + [1.0] * 7  # the first evaluation finds it worse
+    assert [line["rollout/replayed"] for line in lines][:2] == [0.0, 0.0]
+    assert any(line["rollout/replayed"] for line in lines)
+    assert any(line["rollout/age"] > 1.0 for line in lines)

@@ -20,6 +20,7 @@ def test_the_recipes_that_are_promised():
         "gsm8k-qwen2.5-0.5b-16gb",
         "math-qwen3-8b-from-32b",
         "maze",
+        "maze-two-stages",
         "smollm2-prune",
         "smollm2-prune-forward-kd",
         "smollm2-prune-reverse-kd",

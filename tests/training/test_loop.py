@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from etude.axes.names import Source
 from etude.core.objective import Objective, Term
 from etude.core.records import Prompt, Rollout, Scored, as_ids
 from etude.errors import PairError
+from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractStudent
 from etude.models.student import Student
 from etude.models.table import TableBackbone
@@ -37,6 +39,7 @@ class NotingSampler(ScriptedSampler):
     def __init__(self) -> None:
         super().__init__(lambda prompt: [int(prompt.token_ids[-1]), STOP], stop_ids=(STOP,))
         self.calls: list[str] = []
+        self.heard: list[float] = []
 
     def sample(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
         rows = [prompt.row for prompt in prompts]
@@ -46,6 +49,15 @@ class NotingSampler(ScriptedSampler):
     def refresh(self, student: AbstractStudent, version: int) -> None:
         self.calls.append(f"refresh {version}")
         super().refresh(student, version)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        self.heard.append(metrics["heldout/reverse_kl"])
+
+    def save(self, folder: Path) -> None:
+        (folder / "heard.json").write_text(json.dumps(self.heard))
+
+    def load(self, folders: Sequence[Path], mine: Callable[[int], bool]) -> None:
+        self.heard = json.loads((folders[0] / "heard.json").read_text())
 
 
 @dataclass
@@ -175,6 +187,8 @@ class TestCadence:
         state = run(parts)
         assert isinstance(parts.evaluation, NotingEvaluation)
         assert parts.evaluation.versions == expected
+        assert isinstance(parts.sampler, NotingSampler)
+        assert parts.sampler.heard == expected
         assert (state.before, state.after) == ({"heldout/reverse_kl": 0.0}, {"heldout/reverse_kl": 5.0})
         lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "heldout/reverse_kl" in line]
         assert [(line["step"], line["heldout/reverse_kl"]) for line in lines] == [(v, v) for v in expected]
@@ -229,7 +243,7 @@ class TestResume:
         again = parts_of(tmp_path / "run", self.PLAN, evaluate_every=1)
         checkpoint = again.saver.store.newest()
         assert checkpoint is not None
-        state = again.saver.restore(checkpoint, again.student, again.learner)
+        state = again.saver.restore(checkpoint, again.student, again.learner, again.sampler)
         assert (state.pending is None) == (step == 4)
         state = run(again, state)
         assert state.step == 6
@@ -237,6 +251,8 @@ class TestResume:
         assert calls(again) == expected
         assert isinstance(again.evaluation, NotingEvaluation)
         assert again.evaluation.versions == list(range(step + 1, 7))  # and not again before the first step
+        assert isinstance(again.sampler, NotingSampler)
+        assert again.sampler.heard == list(range(7))  # the sampler has heard of each once, before and after the stop
 
     def test_a_finished_run_does_nothing_but_refresh(self, tmp_path: Path) -> None:
         parts = parts_of(tmp_path, self.PLAN)
@@ -247,12 +263,39 @@ class TestResume:
 
 
 def test_describe() -> None:
-    rollouts = [rollout_of([3], [4, 5, 2], stop_ids=(2,)), rollout_of([3], [4], row=1, stop_ids=(2,))]
-    assert describe([Scored(rollout, {}) for rollout in rollouts], World()) == {
+    """At step 7: one row just written, one by the student of step 4, and one of the dataset's, which has no age."""
+    rollouts = [
+        rollout_of([3], [4, 5, 2], stop_ids=(2,), version=7),
+        rollout_of([3], [4], row=1, stop_ids=(2,), version=4),
+        rollout_of([3], [4, 2], row=2, stop_ids=(2,), version=7, source=Source.DATASET),
+        rollout_of([3], [4, 2], row=3, stop_ids=(2,), version=7),
+    ]
+    assert describe([Scored(rollout, {}) for rollout in rollouts], 7, World()) == {
         "rollout/length": 2.0,
-        "rollout/truncated": 0.5,
-        "rollout/tokens": 4.0,
+        "rollout/truncated": 0.25,
+        "rollout/tokens": 8.0,
+        "rollout/student": 0.75,
+        "rollout/replayed": 0.25,
+        "rollout/age": 1.0,
     }
+
+
+def test_rows_without_a_student_have_no_age() -> None:
+    found = describe([Scored(rollout_of([3], [4], source=Source.DATASET), {})], 5, World())
+    assert (found["rollout/student"], found["rollout/replayed"], found["rollout/age"]) == (0.0, 0.0, 0.0)
+
+
+def test_replayed_rows_are_no_mismatch_of_the_sampler(tmp_path: Path) -> None:
+    """Their log-probabilities are an older student's: told by their version, and left out of the gap."""
+    parts = parts_of(
+        tmp_path, Plan(steps=6, updates_per_round=2), sampler=ReplaySampler(NotingSampler(), 1, rows_kept=1)
+    )
+    run(parts)
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "tokens/scored" in line]
+    assert [line["rollout/replayed"] for line in lines] == [0, 0, 1, 1, 1, 1]
+    assert [line["rollout/age"] for line in lines] == [0, 0, 2, 2, 4, 4]
+    assert [line["tokens/written"] for line in lines] == [4, 4, 0, 0, 0, 0]
+    assert ["sampler/logprob_gap" in line for line in lines] == [True] * 2 + [False] * 4
 
 
 class TestRewards:

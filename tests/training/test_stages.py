@@ -18,6 +18,7 @@ class TestPlan:
     def test_updates_times_epochs(self) -> None:
         plan = Plan(steps=7, updates_per_round=3, epochs=2)
         assert plan.steps_per_round == 6
+        assert [plan.first_step(number) for number in range(3)] == [0, 6, 12]
         assert [(plan.round_of(step), plan.place_of(step)) for step in (0, 5, 6)] == [(0, 0), (0, 5), (1, 0)]
 
     @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from etude.core.records import Scored
 from etude.models.student import Student
 from etude.models.table import TableBackbone
 from etude.runtime.world import World
-from etude.testing import counting_logits, rollout_of
+from etude.testing import ScriptedSampler, counting_logits, rollout_of
 from etude.training.evaluation import Answer
 from etude.training.learner import Learner
 from etude.training.stages import Plan
@@ -115,6 +115,47 @@ def test_between_two_rounds_there_are_no_rows(tmp_path: Path) -> None:
         "student",
     ]
     assert saver.restore(checkpoint, learner.student, learner).pending is None
+
+
+class Noting(ScriptedSampler):
+    """Remembers the rows it was given, or nothing at all."""
+
+    def __init__(self, rows: Sequence[int] | None) -> None:
+        super().__init__(lambda prompt: [1])
+        self.rows = rows
+
+    def save(self, folder: Path) -> None:
+        assert not list(folder.iterdir())
+        if self.rows is not None:
+            (folder / "inner").mkdir()
+            (folder / "inner" / "rows.json").write_text(json.dumps(self.rows))
+
+    def load(self, folders: Sequence[Path], mine: Callable[[int], bool]) -> None:
+        saved = [json.loads((folder / "inner" / "rows.json").read_text()) for folder in folders]
+        self.rows = [row for rows in saved for row in rows if mine(row)]
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 1), (2, 2), (2, 1), (1, 2), (2, 3)])
+def test_what_the_samplers_remember_is_dealt_out_by_rows(tmp_path: Path, before: int, now: int) -> None:
+    learner, whole = learner_of(), list(range(7))
+    for rank in reversed(range(before)):  # the main one last: it gathers
+        saver = saver_of(tmp_path, Apart(rank, size=before, local_rank=rank))
+        saver.save(State(1), learner.student, learner, Noting(whole[rank::before]))
+    for rank in range(now):
+        saver, sampler = saver_of(tmp_path, Apart(rank, size=now, local_rank=rank)), Noting([9])
+        checkpoint = saver.store.newest()
+        assert checkpoint is not None
+        saver.restore(checkpoint, learner.student, learner, sampler)
+        assert sorted(sampler.rows or []) == whole[rank::now]
+
+
+def test_a_sampler_that_remembers_nothing_leaves_nothing(tmp_path: Path) -> None:
+    learner, saver = learner_of(), saver_of(tmp_path)
+    saver.save(State(1), learner.student, learner, Noting(None))
+    checkpoint = saver.store.newest()
+    assert checkpoint is not None
+    assert not list(checkpoint.path.glob("sampler*"))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
 
 
 def test_each_rank_puts_down_its_own_rows_and_the_main_one_gathers_them(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     joint: bool = False  # the teacher has a hand in each token of the student's rows
+    stale: bool = False  # some of the student's rows were written by an earlier student: replayed or recorded
     steps_per_round: int = 1  # optimiser steps between two refreshes of the sampler
 
 
@@ -148,6 +149,7 @@ class Point:
             "choice": "draw" if self.chosen_by_draw else "state",
             "rows": self._rows,
             "tokens": self._tokens,
+            "age": "stale" if self.sampling.stale and Source.STUDENT in self.sampling.rows else "fresh",
             "steps": "several" if self.sampling.steps_per_round > 1 else "one",
             "credit": {0.0: "token", 1.0: "sequence"}.get(self.discount, "discounted"),
         }
@@ -398,6 +400,14 @@ RULES: tuple[Rule, ...] = (
         "the teacher is a model",
     ),
     Rule(
+        "uncorrected-replay",
+        {"age": ("stale",), "importance": ("none", "")},
+        "refused",
+        "replayed tokens are those of an older student, and nothing corrects for it",
+        'write estimator = "policy_gradient" with importance = "ratio", replay_fraction = 0, or support = "full" where '
+        "the teacher is a model",
+    ),
+    Rule(
         "ppo-clip",
         {"importance": ("ppo_clip",)},
         "surrogate",
@@ -426,6 +436,12 @@ RULES: tuple[Rule, ...] = (
         {"estimator": ("policy_gradient",), "credit": ("discounted",)},
         "surrogate",
         "a discount between 0 and 1 trades the token gradient's bias against the sequence gradient's variance",
+    ),
+    Rule(
+        "states-of-an-older-student",
+        {"age": ("stale",), "estimator": ("policy_gradient",)},
+        "surrogate",
+        "a token's ratio corrects its own draw; it does not see that an older student led to its state and goes on",
     ),
     Rule(
         "token-ratio-of-returns",

@@ -26,10 +26,13 @@ AXES: Mapping[str, str] = {
     "`differentiated`",
     "advantages": "`shaped` where they are centred over the batch or the group, whitened, divided by length, clipped "
     "or weighed, else `plain`",
+    "choice": "what may decide that a token is trained: the `draw` itself (`confident_wrong_share`), or the `state` "
+    "alone",
     "rows": "who wrote the rows the term meets: the `student`, `others`, both (`mixed`), nobody (`none`)",
     "tokens": "what the student's rows are drawn from: its `own` distribution at the loss temperature, the same at "
     "another temperature (`tempered`), cut by top-p, top-k or temperature 0 (`truncated`), or written together with "
     "the teacher (`joint`)",
+    "age": "`stale` where rows of an earlier round may be replayed, else `fresh`",
     "steps": "optimiser steps on the rows of a round: `one` or `several` (updates_per_round x epochs)",
     "credit": "what a token answers for: itself (`token`, discount 0), all that follows (`sequence`, discount 1), or "
     "something between (`discounted`)",

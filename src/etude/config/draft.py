@@ -7,6 +7,7 @@ and the values fit is `schema.py`'s business. `load.py` is the only caller.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,17 +43,26 @@ class Draft:
     def lay(self, layer: Mapping[str, Any], origin: str, folder: Path) -> None:
         """Lay a layer over what is there. Its keys may be dotted; its relative paths are looked up from `folder`."""
         for key, value in leaves(layer):
-            if value == {} and any(known.startswith(f"{key}.") for known in self.settings):
-                continue  # an empty table takes nothing away
-            self.remove(key)
-            for above in _tables_above(key):
-                self.settings.pop(above, None)
-            self.settings[key] = Setting(key, located(key, value, folder), origin)
+            self.put(Setting(key, located(key, value, folder), origin))
+
+    def put(self, setting: Setting) -> None:
+        """Lay one setting, its path made absolute before, over what is there."""
+        key = setting.key
+        if setting.value == {} and any(known.startswith(f"{key}.") for known in self.settings):
+            return  # an empty table takes nothing away
+        self.remove(key)
+        for above in _tables_above(key):
+            self.settings.pop(above, None)
+        self.settings[key] = setting
 
     def remove(self, key: str) -> None:
         """Take a key, or a whole table, back to its default."""
         for known in [known for known in self.settings if known == key or known.startswith(f"{key}.")]:
             del self.settings[known]
+
+    def has(self, key: str) -> bool:
+        """Whether a key, or anything below it, is set."""
+        return any(known == key or known.startswith(f"{key}.") for known in self.settings)
 
     def origin(self, key: str) -> str | None:
         """The layer that set a key, what holds it, or everything below it; None: nobody did, or several did."""
@@ -73,8 +83,18 @@ def _tables_above(key: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
+def without_stage(key: str) -> str:
+    """The key of a recipe that a key in a stage changes; any other key as it is.
+
+    >>> without_stage("stages.1.data.prompts"), without_stage("data.prompts")
+    ('data.prompts', 'data.prompts')
+    """
+    return re.sub(r"^stages\.\d+\.", "", key)
+
+
 def located(key: str, value: Any, folder: Path) -> Any:
     """The value, made absolute where its key holds a path: a hub name stays what it is unless such a folder exists."""
+    key = without_stage(key)
     if not isinstance(value, str) or not (key in FILE_KEYS or key in FOLDER_KEYS):
         return value
     path = folder / os.path.expanduser(value)  # os.path does not raise on what cannot be a path

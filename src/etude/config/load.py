@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,11 +23,22 @@ from pydantic import ValidationError
 
 from etude.axes.legality import Point, Rule, require_legal
 from etude.config.complaints import nearest, sentence
-from etude.config.draft import COMMAND_LINE, Draft, Setting, parse_override
+from etude.config.draft import COMMAND_LINE, Draft, Setting, parse_override, without_stage
 from etude.config.methods import METHODS
 from etude.config.noun import fields_below, spelled
 from etude.config.plain import is_array, is_table, leaves
 from etude.config.schema import Recipe
+from etude.config.stages import (
+    STAGE_KEY,
+    as_stage,
+    is_inherited,
+    laid_over,
+    require_effect,
+    require_stage_keys,
+    split_stages,
+    validated,
+)
+from etude.config.tables.stages import UNNAMED, StageConfig
 from etude.config.write import dump_toml
 from etude.errors import LegalityError, RecipeError
 
@@ -57,17 +68,20 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
 
 def explain(source: RecipeSource, overrides: Sequence[str] = ()) -> list[Setting]:
     """Every value of the recipe with its origin, in the schema's order. Raises as `load_recipe`."""
-    recipe, draft = _load(source, overrides)
+    recipe, origin_of = _load(source, overrides)
     table = recipe.model_dump(mode="json", exclude_none=True)
-    return [Setting(key, value, draft.origin(key) or "default") for key, value in leaves(table)]
+    return [Setting(key, value, origin_of(key) or "default") for key, value in leaves(table)]
 
 
 def verdicts(recipe: Recipe) -> dict[str, Rule]:
-    """What the legality table says of each term, by its name.
+    """What the legality table says of each term, by its name; in a recipe with stages by stage/name.
 
     Raises:
         LegalityError: a term is refused.
     """
+    if recipe.stages is not None:
+        stages = {stage.name: verdicts(stage) for stage in recipe.stage_recipes}
+        return {f"{name}/{term}": rule for name, rules in stages.items() for term, rule in rules.items()}
     return {
         term.name: require_legal(
             Point.of(term, recipe.sampling, recipe.loss.temperature), f'terms.{place} ("{term.name}")'
@@ -81,7 +95,8 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED_FOLDER.glob("*.toml"))}
 
 
-def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Draft]:
+def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Callable[[str], str | None]]:
+    """The recipe, and which layer each of its keys comes from."""
     name, label, folder, settings = _read(source)
     changes = [_change(text) for text in overrides]
     draft = Draft()
@@ -92,21 +107,62 @@ def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Draft
         draft.lay(settings, label, folder)
         _override(draft, changes)
     draft.lay({} if "name" in draft.settings else {"name": name}, "default", folder)
+    whole, said = split_stages(draft)
+    stages: Mapping[str, Any] = {"stages": [StageConfig.model_construct() for _ in said]} if said else {}
     try:
-        recipe = Recipe.model_validate(draft.table)
+        recipe = Recipe.model_validate(whole.table | stages)
     except ValidationError as error:
         raise RecipeError(sentence(error, lambda key: draft.origin(key) or label)) from None
+    if not said:
+        _require_legal(recipe, label)
+        return recipe, draft.origin
+    read = [_stage(whole, part, f"stages.{place}", label) for place, part in enumerate(said)]
+    require_effect(whole, [part for _, part in read])
+    recipe = recipe.model_copy(update={"stages": tuple(as_stage(stage) for stage, _ in read)})
+
+    def origin_of(key: str) -> str | None:
+        match = STAGE_KEY.fullmatch(key)
+        if match is None:
+            return draft.origin(key)
+        part = read[int(match[1])][1]
+        return "the recipe's" if is_inherited(part, whole, match[2]) else part.origin(match[2])
+
+    return recipe, origin_of
+
+
+def _stage(whole: Draft, said: Draft, where: str, label: str) -> tuple[Recipe, Draft]:
+    """A stage as a recipe of its own; its complaints name the stage."""
+    require_stage_keys(said, where)
+    named, recipe_method = said.settings.get("method"), whole.settings.get("method")
+    method = _from_method(Setting("method", named.value, f"{named.origin}: {where}")) if named else None
+    draft = laid_over(whole, said, method, f"method {recipe_method.value}" if recipe_method else None)
+    if "name" not in draft.settings:
+        draft.put(Setting("name", named.value if named else UNNAMED, "default"))
+    try:
+        recipe = validated(draft, whole)
+    except ValidationError as error:
+        raise RecipeError(sentence(error, lambda key: f"{draft.origin(key) or label}: {where}")) from None
+    _require_legal(recipe, f"{label}: {where}")
+    return recipe, draft
+
+
+def _require_legal(recipe: Recipe, label: str) -> None:
     try:
         verdicts(recipe)
     except LegalityError as error:
         raise LegalityError(f"{label}: {error}") from None
-    return recipe, draft
 
 
 def _change(text: str) -> tuple[str, Any]:
     """An override; what looks like a number, a date or a truth value is text where only text can be meant."""
     key, value = parse_override(text)
-    if key not in TEXT_KEYS or value is None or isinstance(value, str) or is_array(value) or is_table(value):
+    if (
+        without_stage(key) not in TEXT_KEYS
+        or value is None
+        or isinstance(value, str)
+        or is_array(value)
+        or is_table(value)
+    ):
         return key, value
     return key, text.partition("=")[2].strip()
 

@@ -46,6 +46,10 @@ def _writers(sampler: Mapping[str, Any]) -> str:
         student = f"student, {sampler['teacher_share']:.0%} of tokens teacher"
     elif "teacher_top_k" in sampler:
         student = f"student within teacher's top {sampler['teacher_top_k']}"
+    if "replay_fraction" in sampler:
+        student += " with replay"
+    if "adaptive" in sampler:
+        return f"{student} from {share:.0%} up, {other}"
     if isinstance(share, Mapping):
         return f"{student} {share['start']:.0%} to {share['end']:.0%}, {other}"
     return {0.0: other, 1.0: student}.get(share, f"{student} {share:.0%}, {other} {1 - share:.0%}")
@@ -169,6 +173,27 @@ _ROWS = (
         "PPO's ratio in one, so that tokens the teacher likes much better are clipped at once. The paper doubles its "
         "rewards and cuts them at 100, which whitening makes needless. Its third term trains on pretraining text: a "
         'term with teacher = "label" and sources = ["dataset"].',
+    ),
+    Method(
+        "distillm",
+        "skewed reverse KL; rows from the data, and more of the student's own whenever the held-out divergence rises, "
+        "replayed more and more",
+        {
+            "sampler": {
+                "student_fraction": 0.0,
+                "adaptive": {"rise": 0.1, "tolerance": 0.1},
+                "mix": "batch",
+                "replay_fraction": {"start": 0.0, "end": 1.0, "kind": "linear", "first": 0, "last": 200},
+                "replay_capacity": 1000,
+            },
+            "terms": [_term("skew_reverse_kl", alpha=0.1)],
+        },
+        "Ko et al. (2024), arXiv 2402.03898",
+        "Published: start 0, rise 0.1, tolerance 0.1, capacity 1000, alpha 0.1, one coin a batch, and replay that is "
+        "all at the last step: set replay_fraction.last to your train.steps. The paper watches the cross-entropy on "
+        "held-out completions of the data; here heldout/reverse_kl is watched, on the student's own samples. Its code "
+        "replays once the store is full, here as soon as there is anything. Its other divergence: skew_forward_kl with "
+        "alpha 0.1.",
     ),
     Method(
         "distillm2",

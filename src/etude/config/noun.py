@@ -36,6 +36,11 @@ class OnlyWhen:
     default_of: Callable[[Any], object] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ToldElsewhere:
+    """Marks a table whose keys have their descriptions where the same table stands by itself."""
+
+
 class Idle(ValueError):
     """A field was written that would do nothing."""
 
@@ -95,8 +100,13 @@ def fields_below(noun: type[Noun], prefix: str = "") -> Iterator[tuple[str, Fiel
     for name, field in noun.model_fields.items():
         key = prefix + name
         yield key, field
-        if inner := noun_within(field.annotation):
-            yield from fields_below(inner, f"{key}.0." if get_origin(field.annotation) is tuple else f"{key}.")
+        told = any(isinstance(mark, ToldElsewhere) for mark in field.metadata)
+        if not told and (inner := noun_within(field.annotation)):
+            yield from fields_below(inner, f"{key}.0." if _is_array(field.annotation) else f"{key}.")
+
+
+def _is_array(annotation: object) -> bool:
+    return get_origin(annotation) is tuple or any(map(_is_array, get_args(annotation)))
 
 
 def choices(annotation: object) -> list[str]:

@@ -19,6 +19,7 @@ from etude.config.noun import Many, Noun, spelled
 from etude.config.tables.data import DataConfig
 from etude.config.tables.models import ReferenceConfig, StudentConfig, TeacherConfig
 from etude.config.tables.sampler import SamplerConfig
+from etude.config.tables.stages import StageConfig
 from etude.config.tables.terms import LossConfig, TermConfig
 from etude.config.tables.training import CheckpointConfig, DeviceConfig, EvaluationConfig, OptimConfig, TrainConfig
 
@@ -60,6 +61,24 @@ class Recipe(Noun):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="What is measured.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="What is kept.")
     device: DeviceConfig = Field(default=DeviceConfig(), description="Where it runs.")
+    stages: Many[StageConfig] | None = Field(
+        default=None,
+        min_length=1,
+        description="What one student goes through in turn, each a table of changes to the tables above. Left out: the "
+        "recipe itself is the only one.",
+    )
+
+    @property
+    def stage_recipes(self) -> tuple[Recipe, ...]:
+        """Each stage as a recipe of its own, whose run's folder is in this one's; without stages the recipe itself."""
+        if self.stages is None:
+            return (self,)
+        return tuple(self._of_stage(number, stage) for number, stage in enumerate(self.stages, start=1))
+
+    def _of_stage(self, number: int, stage: StageConfig) -> Recipe:
+        name = f"{number}-{stage.name}"
+        tables = {key: getattr(stage, key) for key in StageConfig.model_fields}
+        return self.model_copy(update=tables | {"name": name, "output": f"{self.output}/{name}", "stages": None})
 
     @property
     def sampling(self) -> Sampling:
@@ -70,6 +89,7 @@ class Recipe(Noun):
             top_p=self.sampler.top_p,
             top_k=self.sampler.top_k,
             joint=self.sampler.joint,
+            stale=self.sampler.replay.highest > 0,
             steps_per_round=self.train.updates_per_round * self.train.epochs,
         )
 
@@ -80,6 +100,8 @@ class Recipe(Noun):
 
     @model_validator(mode="after")
     def _check_terms(self) -> Self:
+        if self.stages is not None:  # each is checked as a recipe of its own; what is common to them need not be one
+            return self
         names = [term.name for term in self.terms]
         for place, term in enumerate(self.terms):
             if term.name in names[:place]:
@@ -93,7 +115,7 @@ class Recipe(Noun):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
-        if self.teacher is not None:
+        if self.teacher is not None or self.stages is not None:
             return self
         for place, term in enumerate(self.terms):
             if term.teacher == "teacher":
@@ -124,6 +146,8 @@ class Recipe(Noun):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
+        if self.stages is not None:
+            return self
         for place, term in enumerate(self.terms):
             if term.teacher == REWARD and self.data.task is None and self.data.verifier is None:
                 raise ValueError(
@@ -135,6 +159,11 @@ class Recipe(Noun):
                     f'terms.{place} ("{term.name}") has baseline = "group" and each prompt is answered once, so that '
                     "every answer would be as good as its group; write sampler.samples_per_prompt = 2 or more"
                 )
+            if term.baseline is Baseline.GROUP and self.sampler.replay.highest > 0:
+                raise ValueError(
+                    f'terms.{place} ("{term.name}") has baseline = "group" and a replayed answer is one to another '
+                    'question than those around it; write sampler.replay_fraction = 0, or baseline = "batch"'
+                )
         return self
 
     @property
@@ -145,9 +174,37 @@ class Recipe(Noun):
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
         rows = self.train.prompts_per_round * self.sampler.samples_per_prompt
-        if self.train.updates_per_round > rows:
+        if self.stages is None and self.train.updates_per_round > rows:
             raise ValueError(
                 f"train.updates_per_round = {self.train.updates_per_round} is more than the {rows} rows of a round; "
                 "lower it or raise prompts_per_round"
+            )
+        capacity, max_age = self.sampler.replay_capacity, self.sampler.max_age
+        if capacity is not None and capacity < rows:
+            raise ValueError(
+                f"sampler.replay_capacity = {capacity} does not hold the {rows} rows of one round; raise it, or lower "
+                "prompts_per_round"
+            )
+        steps = self.train.updates_per_round * self.train.epochs
+        if max_age is not None and max_age < steps:
+            raise ValueError(
+                f"sampler.max_age = {max_age} replays nothing, the round before is {steps} steps old; raise max_age, "
+                "or write replay_fraction = 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adaptive(self) -> Self:
+        if self.sampler.adaptive is None:
+            return self
+        if self.teacher is None:
+            raise ValueError(
+                "[sampler.adaptive] follows the held-out divergence from the teacher and there is no [teacher]; name "
+                "its model"
+            )
+        if self.evaluation.every == 0:
+            raise ValueError(
+                "[sampler.adaptive] follows the evaluations and evaluation.every = 0 makes none while training; write "
+                "how many steps lie between them"
             )
         return self

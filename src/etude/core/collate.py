@@ -54,16 +54,22 @@ def _teacher_columns(rows: Sequence[Scored], name: str, kept: Sequence[Tensor]) 
     )
 
 
-def _own_logprobs(rollout: Rollout) -> Tensor | None:
-    """[C] What the writer said of its own tokens, where the writer was the student: comparable with the trainer's."""
-    return rollout.raw_logprobs if rollout.source is Source.STUDENT else None
+def _own_logprobs(rollout: Rollout, version: int | None) -> Tensor | None:
+    """[C] What the writer said of its own tokens, where it is comparable with the trainer: the present student's."""
+    present = rollout.source is Source.STUDENT and version in (None, rollout.version)
+    return rollout.raw_logprobs if present else None
 
 
-def collate(rows: Sequence[Scored]) -> Batch:
+def collate(rows: Sequence[Scored], *, version: int | None = None) -> Batch:
     """One batch of prepared rows. Scored tokens are those at least one term trains.
 
     A batch in which no term trains anything still holds one token (with weight zero), so that a rank without work takes
     part in the step like any other.
+
+    Args:
+        rows: prepared.
+        version: of the student that the sampler wrote with in this round: the log-probabilities that an earlier one
+            gave to a replayed row differ from the trainer's for no fault of the sampler's. None: every row is new.
 
     Raises:
         RecordError: a row was not prepared, or a teacher marked some of the rows only.
@@ -106,6 +112,6 @@ def collate(rows: Sequence[Scored]) -> Batch:
         weights_JN=column(weights),
         advantages_JN=column(advantages),
         behaviour_logprobs_N=optional([rollout.behaviour_logprobs for rollout in rollouts], 0.0),
-        raw_logprobs_N=optional([_own_logprobs(rollout) for rollout in rollouts], float("nan")),
+        raw_logprobs_N=optional([_own_logprobs(rollout, version) for rollout in rollouts], float("nan")),
         teachers={name: _teacher_columns(rows, name, kept) for name in rows[0].scores},
     )

@@ -179,7 +179,7 @@ class Batch:
     weights_JN: Tensor  # [J, N] float32
     advantages_JN: Tensor  # [J, N] float32
     behaviour_logprobs_N: Tensor  # [N] float32; zero for rows nobody sampled (dataset rows)
-    raw_logprobs_N: Tensor  # [N] float32, of rows the student wrote; NaN for others
+    raw_logprobs_N: Tensor  # [N] float32, of rows this round's student wrote; NaN for others
     teachers: Mapping[str, TeacherColumns]  # by teacher name
 
     @property

@@ -2,23 +2,34 @@
 
 Both are samplers themselves, so the loop knows only one. The coin of a row depends on (seed, stage, round, row) and on
 nothing else, that of a whole round on (seed, stage, round), so both are the same on any number of ranks and after a
-resume. Rows that student and teacher write together, token by token, are `models/joint.py`'s.
+resume; a share that follows the evaluations is the one thing remembered. Rows that student and teacher write together,
+token by token, are `models/joint.py`'s, rows of earlier rounds `models/replay.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Literal, cast, get_args
 
 from etude.axes.names import FinishReason, Source
 from etude.axes.schedules import Ramp, as_ramp
 from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, RecipeError
+from etude.models.adaptive import AdaptiveFraction
 from etude.models.roles import AbstractSampler, AbstractStudent
 from etude.runtime.seeds import Key
 
 Mix = Literal["row", "batch"]
+_FRACTION = "fraction.json"
+
+
+def require_mix(mix: str) -> None:
+    """Raise `RecipeError` for a word that is no mix."""
+    if mix not in get_args(Mix):
+        raise RecipeError(f"there is no mix '{mix}'; write one of {', '.join(get_args(Mix))}")
 
 
 class DatasetSampler(AbstractSampler):
@@ -54,7 +65,8 @@ class MixtureSampler(AbstractSampler):
     Args:
         student: writes its share.
         other: writes the rest.
-        student_fraction: 0 to 1, or a ramp of the optimiser steps the student has taken (ImitKD's annealing).
+        student_fraction: 0 to 1, a ramp of the optimiser steps the student has taken (ImitKD's annealing), or one
+            that follows the evaluations (DistiLLM's threshold).
         mix: "row": a coin for each row, so that every round has about its share of both. "batch": one coin for all
             rows of a round, as published for GKD (Agarwal et al. 2023, "On-Policy Distillation of Language Models",
             algorithm 1).
@@ -64,13 +76,18 @@ class MixtureSampler(AbstractSampler):
     """
 
     def __init__(
-        self, student: AbstractSampler, other: AbstractSampler, student_fraction: float | Ramp, *, mix: Mix = "row"
+        self,
+        student: AbstractSampler,
+        other: AbstractSampler,
+        student_fraction: float | Ramp | AdaptiveFraction,
+        *,
+        mix: Mix = "row",
     ) -> None:
-        if mix not in get_args(Mix):
-            raise RecipeError(f"there is no mix '{mix}'; write one of {', '.join(get_args(Mix))}")
+        require_mix(mix)
         self.student = student
         self.other = other
-        self.student_fraction = as_ramp(student_fraction)
+        self.adaptive = student_fraction if isinstance(student_fraction, AdaptiveFraction) else None
+        self.student_fraction = self.adaptive or as_ramp(cast("float | Ramp", student_fraction))
         self.mix = mix
         self.version = student.version
 
@@ -90,3 +107,22 @@ class MixtureSampler(AbstractSampler):
         self.student.refresh(student, version)
         self.other.refresh(student, version)
         self.version = version
+
+    @property
+    def parts(self) -> Mapping[str, AbstractSampler]:
+        return {"student": self.student, "other": self.other}
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        super().observe(metrics)
+        if self.adaptive:
+            self.adaptive.observe(metrics)
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if self.adaptive:
+            (folder / _FRACTION).write_text(json.dumps(self.adaptive.facts()), encoding="utf-8")
+
+    def load(self, folders: Sequence[Path], mine: Callable[[int], bool]) -> None:
+        super().load(folders, mine)
+        if self.adaptive:  # every process has heard the same
+            self.adaptive.restore(json.loads((folders[0] / _FRACTION).read_text(encoding="utf-8")))

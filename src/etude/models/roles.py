@@ -10,7 +10,7 @@ Legend: B rows, T positions, V real vocabulary, D hidden size, P prompt tokens, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -101,6 +101,35 @@ class AbstractSampler(ABC):
     @abstractmethod
     def refresh(self, student: AbstractStudent, version: int) -> None:
         """Write with the student's present weights from now on."""
+
+    # What it remembers from round to round; most remember nothing. One that does extends these, for the run goes on
+    # from a checkpoint with what they restore.
+
+    @property
+    def parts(self) -> Mapping[str, AbstractSampler]:
+        """The samplers it is made of, by a name that is a folder's."""
+        return {}
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Hear what an evaluation of the student has measured, the one before the first step included."""
+        for part in self.parts.values():
+            part.observe(metrics)
+
+    def save(self, folder: Path) -> None:
+        """Write what it remembers into an empty folder; nothing where there is nothing."""
+        for name, part in self.parts.items():
+            (folder / name).mkdir()
+            part.save(folder / name)
+
+    def load(self, folders: Sequence[Path], mine: Callable[[int], bool]) -> None:
+        """Take back what `save` wrote.
+
+        Args:
+            folders: one of every process that saved, in the order of ranks.
+            mine: whether a row of a round falls to this process; there may be more or fewer of them than then.
+        """
+        for name, part in self.parts.items():
+            part.load([folder / name for folder in folders], mine)
 
 
 class AbstractTeacher(ABC):

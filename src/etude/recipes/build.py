@@ -20,9 +20,11 @@ from etude.config.tables.terms import TermConfig
 from etude.core.objective import Objective
 from etude.core.term import Term
 from etude.errors import PairError, RecipeError
+from etude.models.adaptive import AdaptiveFraction
 from etude.models.backbone import LoraSettings, load_backbone
 from etude.models.joint import Interleaving, JointSampler, TokenMixture
 from etude.models.mixture import DatasetSampler, MixtureSampler
+from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractSampler, AbstractTeacher
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
@@ -40,8 +42,8 @@ from etude.training.state import Saver
 TEACHER = "teacher"  # the name terms know the model of [teacher] by
 
 
-def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Parts:
-    """Everything a run is made of.
+def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage: int = 0) -> Parts:
+    """Everything a run, or its stage of this index, is made of.
 
     Raises:
         UsageError: something does not fit; the sentence says what, where and what to do.
@@ -63,7 +65,7 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker) -> Pa
         student.backbone, settings, dtype=device.sampler_dtype, rows_per_batch=recipe.sampler.rows_per_batch
     )
     teachers: dict[str, AbstractTeacher] = {**frozen}
-    plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
+    plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs, stage)
     return Parts(
         student=student,
         sampler=sampler_of(recipe, own, teacher),
@@ -196,8 +198,8 @@ def sampling_settings(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingSett
 
 def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:
     """Who writes the rows of a round: the student, the dataset, the teacher, or a mixture."""
-    fraction = recipe.sampler.fraction
-    writes = student_sampler(recipe, own, teacher) if fraction.highest > 0 else None
+    config = recipe.sampler
+    writes = replaying(recipe, student_sampler(recipe, own, teacher)) if config.student_writes else None
     if recipe.sampler.other is Source.TEACHER:
         assert teacher is not None  # the schema asks for [teacher]
         other: AbstractSampler | None = InProcessSampler(
@@ -209,7 +211,19 @@ def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | N
         alone = writes or other
         assert alone is not None  # below 1, the schema names who writes the rest
         return alone
-    return MixtureSampler(writes, other, fraction, mix=recipe.sampler.mix)
+    adaptive = config.adaptive and AdaptiveFraction(config.fraction.start, **config.adaptive.model_dump())
+    return MixtureSampler(writes, other, adaptive or config.fraction, mix=config.mix)
+
+
+def replaying(recipe: Recipe, writes: AbstractSampler) -> AbstractSampler:
+    """The student's rows as they are written, or a share of them replayed."""
+    config = recipe.sampler
+    if config.replay_capacity is None:
+        return writes
+    rows = recipe.train.prompts_per_round * config.samples_per_prompt
+    return ReplaySampler(
+        writes, config.replay, rows_kept=config.replay_capacity // rows, max_age=config.max_age, mix=config.mix
+    )
 
 
 def student_sampler(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:

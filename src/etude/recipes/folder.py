@@ -1,7 +1,8 @@
 """The folder of a run: whose it is, what it must not be, and what is written there before the first step.
 
-It holds the expanded recipe, versions, metrics.jsonl, checkpoints, samples and summary.json. A folder of another
-run, of other settings or of somebody's own files is refused, never mixed or overwritten. `run.py` calls it.
+It holds the expanded recipe, versions, metrics.jsonl, checkpoints, samples and summary.json; where the recipe has
+stages, recipe, versions and summary only, and a folder of the same kind for each stage. A folder of another run, of
+other settings or of somebody's own files is refused, never mixed or overwritten. `run.py` calls it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import platform
 import shutil
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +29,106 @@ from etude.training.state import CHECKPOINTS_FOLDER, SAMPLES_FOLDER, STUDENT_FOL
 RECIPE_FILE, SUMMARY_FILE, VERSIONS_FILE = "recipe.toml", "summary.json", "versions.json"
 # Written first and removed last, so that the folder is known as ours however far writing or removing came.
 MARK_FILE = VERSIONS_FILE
+STAGE_FACT = "stage"  # in it, of a stage's folder: which stage, from 0
 OWN_ENTRIES = (CHECKPOINTS_FOLDER, SAMPLES_FOLDER, METRICS_FILE, SUMMARY_FILE, RECIPE_FILE, MARK_FILE)
 
 
-def require_place(folder: Path, recipe: Recipe, fresh: bool) -> None:
+def require_places(recipe: Recipe, fresh: bool) -> None:
+    """`require_place` for a run and each of its stages.
+
+    A stage that has not begun may still be changed, left out or added, for nothing depends on it yet.
+
+    Raises:
+        UsageError, CheckpointError: as `require_place`, or stages have begun that are no longer the recipe's.
+    """
+    folder = Path(recipe.output)
+    require_place(folder, recipe, fresh)
+    stages = () if recipe.stages is None else recipe.stage_recipes
+    if not fresh:
+        _require_known_stages(folder, [stage.name for stage in stages])
+    for place, stage in enumerate(stages):
+        require_place(Path(stage.output), stage, fresh, place)
+    if not fresh:
+        _require_in_order(stages)
+
+
+def require_place(folder: Path, recipe: Recipe, fresh: bool, stage: int | None = None) -> None:
     """Refuse a folder that is not a run's, or is another run's; nothing is written before the run can start."""
     if folder.exists() and not folder.is_dir():
         raise RecipeError(f"output = {folder} is a file; choose another folder")
     entries = {path.name for path in folder.glob("[!.]*")}
     if not entries <= {MARK_FILE} and not entries >= {MARK_FILE, RECIPE_FILE}:
         raise RecipeError(f"{folder} is not empty and holds no run; choose another output folder")
-    if not fresh and entries & {METRICS_FILE, CHECKPOINTS_FOLDER}:
+    if MARK_FILE in entries and (found := _stage_of(folder)) != stage:
+        kind = "a run of its own" if found is None else f"a stage of the run in {folder.parent}"
+        raise RecipeError(f"{folder} holds {kind}; go on with that one, or choose another output folder")
+    if not fresh and _has_begun(folder):
         _require_same(folder, recipe)
 
 
 def begin(folder: Path, recipe: Recipe, fresh: bool, facts: Mapping[str, Any]) -> None:
     """Make the run's folder what this run and those that go on with it expect."""
-    for name in OWN_ENTRIES if fresh else ():
+    names = {stage.name for stage in recipe.stage_recipes if recipe.stages is not None}
+    for path in _stage_folders(folder):
+        if fresh or path.name not in names:
+            _clear(path)
+    if fresh:
+        _clear(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / VERSIONS_FILE, versions() | dict(facts))
+    _write(folder / RECIPE_FILE, dump_toml(recipe))
+
+
+def _clear(folder: Path) -> None:
+    """Remove what is ours; the folder as well, if that was all and it is a stage's."""
+    stage = _stage_of(folder)
+    for name in OWN_ENTRIES:
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / VERSIONS_FILE, versions() | dict(facts))
-    _write(folder / RECIPE_FILE, dump_toml(recipe))
+    if stage is not None and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _has_begun(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (METRICS_FILE, CHECKPOINTS_FOLDER))
+
+
+def _stage_of(folder: Path) -> int | None:
+    """Which stage of the run around it a folder holds; None for a run of its own."""
+    try:
+        facts = json.loads((folder / MARK_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts.get(STAGE_FACT) if isinstance(facts, dict) else None
+
+
+def _stage_folders(folder: Path) -> list[Path]:
+    marks = sorted(folder.glob(f"*/{MARK_FILE}"))
+    return [mark.parent for mark in marks if _stage_of(mark.parent) is not None]
+
+
+def _require_known_stages(folder: Path, names: Sequence[str]) -> None:
+    begun = [path.name for path in _stage_folders(folder) if _has_begun(path)]
+    if not set(begun) <= set(names):
+        there, now = ", ".join(begun), ", ".join(names) or "none"
+        raise CheckpointError(
+            f"{folder} holds a run with other stages ({there} begun there, {now} now); start over with --fresh, "
+            "or give this one another name or output"
+        )
+
+
+def _require_in_order(stages: Sequence[Recipe]) -> None:
+    """A stage that has begun needs no earlier one, but to train one of those anew would be a surprise."""
+    for earlier, later in pairwise(stages):
+        last = CheckpointStore(Path(earlier.output) / CHECKPOINTS_FOLDER).path_of(earlier.train.steps)
+        if _has_begun(Path(later.output)) and not last.exists():
+            raise CheckpointError(
+                f"{later.output} has begun and {last}, from which it did, is gone; bring it back, or start over with "
+                "--fresh"
+            )
 
 
 def _require_same(folder: Path, recipe: Recipe) -> None:

@@ -2,7 +2,7 @@
 
 A run is a folder: the expanded recipe, versions, metrics.jsonl, checkpoints, samples and summary.json. The same call
 again goes on from the newest whole checkpoint; a finished run is only summarised. Changed settings are listed and
-refused rather than mixed into one run.
+refused rather than mixed into one run. A recipe with stages is a run of each, one student going through them in turn.
 
     from etude import load_recipe, train
     summary = train(load_recipe("maze", ["train.steps=20"]))
@@ -10,11 +10,14 @@ refused rather than mixed into one run.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,11 +27,11 @@ from etude.config.schema import Recipe
 from etude.errors import CheckpointError, EtudeError, RecipeError
 from etude.models.backbone import load_backbone
 from etude.models.lora import base_of
-from etude.recipes.build import build, gives_of, objective_of, require_gives, sampling_settings
+from etude.recipes.build import build, gives_of, objective_of, require_gives, require_rows, sampling_settings
 from etude.recipes.data import read_data
 from etude.recipes.devices import choose_device
-from etude.recipes.folder import RECIPE_FILE, SUMMARY_FILE, begin, require_place, write_json
-from etude.runtime.checkpoints import CheckpointStore
+from etude.recipes.folder import RECIPE_FILE, STAGE_FACT, SUMMARY_FILE, begin, require_places, write_json
+from etude.runtime.checkpoints import Checkpoint, CheckpointStore
 from etude.runtime.lock import locked
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
@@ -47,6 +50,21 @@ class Summary:
     seconds: float  # in all, over all sittings
     before: dict[str, float]  # held-out metrics before the first step
     after: dict[str, float]  # and after the last
+    stages: tuple[Summary, ...] = ()  # of a run with stages: each one's
+
+    def as_json(self) -> dict[str, Any]:
+        """What `summary.json` holds: no word of stages where there are none."""
+        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stages"}
+        return held | ({"stages": [stage.as_json() for stage in self.stages]} if self.stages else {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Where in a run with stages a stage stands."""
+
+    whole: Recipe
+    place: int  # from 0
+    start: Path | None  # the student of the stage before; None: the recipe's, as it is
 
 
 def train(recipe: Recipe, *, fresh: bool = False, quiet: bool = False) -> Summary:
@@ -67,17 +85,24 @@ def train(recipe: Recipe, *, fresh: bool = False, quiet: bool = False) -> Summar
         refusal = None
         try:
             if world.is_main:
-                require_place(folder, recipe, fresh)
+                require_places(recipe, fresh)
                 stack.enter_context(locked(folder))
         except EtudeError as error:
             refusal = error
         except OSError as error:
             refusal = RecipeError(f"the run's folder {folder} cannot be used: {error}; choose another output")
         _refuse_together(refusal, world)
-        tracker = Tracker(
-            folder if world.is_main else None, console=not quiet and world.is_main, total_steps=recipe.train.steps
-        )
-        return _run(recipe, folder, fresh, world, stack.enter_context(tracker))
+        if recipe.stages is not None:
+            return _run_stages(recipe, fresh, quiet, world)
+        return _run(recipe, fresh, world, stack.enter_context(_tracker(recipe, quiet, world)))
+
+
+def _tracker(recipe: Recipe, quiet: bool, world: World) -> Tracker:
+    return Tracker(
+        Path(recipe.output) if world.is_main else None,
+        console=not quiet and world.is_main,
+        total_steps=recipe.train.steps,
+    )
 
 
 def _refuse_together(refusal: EtudeError | None, world: World) -> None:
@@ -89,46 +114,105 @@ def _refuse_together(refusal: EtudeError | None, world: World) -> None:
         raise getattr(errors, kind)(text)
 
 
-def _run(recipe: Recipe, folder: Path, fresh: bool, world: World, tracker: Tracker) -> Summary:
-    state = None if fresh else _finished(folder, recipe.train.steps)
+def _run_stages(recipe: Recipe, fresh: bool, quiet: bool, world: World) -> Summary:
+    """A run of each stage in turn, each from the student of the one before."""
+    stages = recipe.stage_recipes
+    _require_later_stages(recipe, fresh, world)
+    found: list[Summary] = []
+    for place, stage in enumerate(stages):
+        with _named(recipe, place), _tracker(stage, quiet, world) as tracker:
+            tracker.say(f"stage {place + 1} of {len(stages)}: {stage.output}")
+            start = Path(found[-1].student) if found else None
+            found.append(_run(stage, fresh, world, tracker, _Stage(recipe, place, start)))
+        fresh = False  # the first stage has removed them all
+        gc.collect()  # a stage's models hang together in circles; they must go before the next ones come
+    seconds = sum(summary.seconds for summary in found)
+    steps = sum(summary.steps for summary in found)
+    summary = Summary(
+        recipe.output, found[-1].student, steps, seconds, found[0].before, found[-1].after, stages=tuple(found)
+    )
+    if world.is_main:
+        write_json(Path(recipe.output) / SUMMARY_FILE, summary.as_json())
+    return summary
+
+
+def _require_later_stages(recipe: Recipe, fresh: bool, world: World) -> None:
+    """What would refuse a stage still to come had better do so now than hours later."""
+    unfinished = [fresh or _last(stage) is None for stage in recipe.stage_recipes]
+    for place, stage in enumerate(recipe.stage_recipes):
+        if unfinished[place] and any(unfinished[:place]):
+            with _named(recipe, place):
+                require_rows(stage, world)
+                _check(stage, world)
+
+
+@contextmanager
+def _named(recipe: Recipe, place: int) -> Iterator[None]:
+    """What goes wrong inside says in which stage; without stages it says what it says."""
+    try:
+        yield
+    except (EtudeError, KeyboardInterrupt) as error:
+        if recipe.stages is not None and str(error):
+            error.args = (f'stages.{place} ("{recipe.stages[place].name}"): {error}',)
+        raise
+
+
+def _run(recipe: Recipe, fresh: bool, world: World, tracker: Tracker, stage: _Stage | None = None) -> Summary:
+    folder = Path(recipe.output)
+    state = None if fresh else _finished(recipe)
     if state is None:
-        parts = build(recipe, folder=folder, world=world, tracker=tracker)
+        parts = build(recipe, folder=folder, world=world, tracker=tracker, stage=stage.place if stage else 0)
         if world.is_main:
-            begin(folder, recipe, fresh, parts.saver.info)
+            facts = dict(parts.saver.info)
+            if stage is not None:
+                begin(Path(stage.whole.output), stage.whole, fresh, facts)
+                facts[STAGE_FACT] = stage.place
+            begin(folder, recipe, fresh, facts)
         world.barrier()
-        state = _go_on(parts)
+        state = _go_on(parts, stage.start if stage else None)
     student = CheckpointStore(folder / CHECKPOINTS_FOLDER).path_of(state.step) / STUDENT_FOLDER
     summary = Summary(str(folder), str(student), state.step, state.seconds, state.before, state.after)
     if world.is_main:
-        write_json(folder / SUMMARY_FILE, asdict(summary))
+        write_json(folder / SUMMARY_FILE, summary.as_json())
     tracker.say(f"run {folder}: {state.step} steps taken; the student is {student}")
     return summary
 
 
-def _finished(folder: Path, steps: int) -> State | None:
+def _last(recipe: Recipe) -> Path | None:
+    """Where the last checkpoint of a run lies, whole or not; None if it is not there."""
+    path = CheckpointStore(Path(recipe.output) / CHECKPOINTS_FOLDER).path_of(recipe.train.steps)
+    return path if path.exists() else None
+
+
+def _finished(recipe: Recipe) -> State | None:
     """The last state of a run that has taken all its steps, read without its models."""
-    store = CheckpointStore(folder / CHECKPOINTS_FOLDER)
-    checkpoint = store.newest() if store.path_of(steps).exists() else None
-    return read_state(checkpoint) if checkpoint is not None and checkpoint.step == steps else None
+    store = CheckpointStore(Path(recipe.output) / CHECKPOINTS_FOLDER)
+    checkpoint = store.newest() if _last(recipe) else None
+    return read_state(checkpoint) if checkpoint is not None and checkpoint.step == recipe.train.steps else None
 
 
-def _go_on(parts: Parts) -> State:
+def _go_on(parts: Parts, start: Path | None) -> State:
     started = time.monotonic()
-    state = _restore(parts, parts.tracker)
+    state = _restore(parts, parts.tracker, start)
     earlier = state.seconds
     parts.saver.clock = lambda: earlier + time.monotonic() - started
     try:
         state = run_loop(parts, state)
     except KeyboardInterrupt:
         checkpoint = parts.saver.store.newest()
-        then = "starts over" if checkpoint is None else f"goes on from step {checkpoint.step}"
+        over = "starts over" if start is None else "starts this stage over"
+        then = over if checkpoint is None else f"goes on from step {checkpoint.step}"
         raise KeyboardInterrupt(f"interrupted after step {state.step}; the same command {then}") from None
     state.seconds = parts.saver.clock()
     return state
 
 
-def _restore(parts: Parts, tracker: Tracker) -> State:
-    """The state of the newest whole checkpoint, or a fresh one; says which damaged ones were passed over."""
+def _restore(parts: Parts, tracker: Tracker, start: Path | None) -> State:
+    """The state of the newest whole checkpoint, or a fresh one; says which damaged ones were passed over.
+
+    A fresh one begins with the weights, or the adapters, of `start`, where there is one: taken in place, as a resume
+    takes them, so that an adapter goes on being the same and a shortened student need not be shortened again.
+    """
     store = parts.saver.store
     checkpoint = store.newest()
     for path, reason in store.passed_over:
@@ -140,6 +224,8 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
                 "or start over with --fresh"
             )
         tracker.truncate_after(-1)
+        if start is not None:
+            parts.student.load(start)
         return State()
     if checkpoint.info.get("data") != parts.saver.info["data"]:
         raise CheckpointError(
@@ -154,7 +240,7 @@ def _restore(parts: Parts, tracker: Tracker) -> State:
         )
     tracker.say(f"going on after step {checkpoint.step}")
     tracker.truncate_after(checkpoint.step)
-    return parts.saver.restore(checkpoint, parts.student, parts.learner)
+    return parts.saver.restore(checkpoint, parts.student, parts.learner, parts.sampler)
 
 
 def check(recipe: Recipe) -> str:
@@ -163,10 +249,20 @@ def check(recipe: Recipe) -> str:
     Raises:
         UsageError: the run could not start; the sentence says why and what to do.
     """
+    require_places(recipe, fresh=False)
+    texts: list[str] = []
+    for place, stage in enumerate(recipe.stage_recipes):
+        with _named(recipe, place):
+            title = "" if recipe.stages is None else f"stage {stage.name}\n"
+            texts.append(title + _check(stage, World()))
+    return "\n".join(texts)
+
+
+def _check(recipe: Recipe, world: World) -> str:
+    """The same for one stage, its folder aside."""
     objective = objective_of(recipe)
     require_gives(objective, gives_of(recipe))
-    choose_device(recipe, World())
-    require_place(Path(recipe.output), recipe, fresh=False)
+    choose_device(recipe, world)
     data = read_data(recipe)
     lines = [
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
@@ -178,12 +274,15 @@ def check(recipe: Recipe) -> str:
 
 
 def export(run: Path, *, to: Path, merge: bool) -> str:
-    """Write the newest student of a run as a folder of its own. Returns what to print.
+    """Write the newest student of a run, of its latest stage if it has any, as a folder of its own.
 
     Args:
-        run: the run's folder.
+        run: the run's folder, or a stage's.
         to: where to write; must not exist yet.
         merge: fold LoRA adapters into the weights, for a plain folder; without it an adapter folder stays one.
+
+    Returns:
+        What to print.
 
     Raises:
         UsageError: no run there, no whole checkpoint in it, or something stands at `to`.
@@ -192,15 +291,26 @@ def export(run: Path, *, to: Path, merge: bool) -> str:
         raise RecipeError(f"{run} holds no run (no {RECIPE_FILE}); name the folder that etude train printed")
     if to.exists():
         raise RecipeError(f"{to} exists already; name another folder with --to")
-    checkpoint = CheckpointStore(run / CHECKPOINTS_FOLDER).newest()
-    if checkpoint is None:
+    recipe = load_recipe(run / RECIPE_FILE)
+    found = _newest(run, [stage.name for stage in recipe.stage_recipes if recipe.stages is not None])
+    if found is None:
         raise RecipeError(f"{run} has no whole checkpoint yet; let the run reach one")
+    checkpoint, of = found
     student = checkpoint.path / STUDENT_FOLDER
     adapters = base_of(str(student)) != str(student)
     if merge and adapters:
-        config = load_recipe(run / RECIPE_FILE).student
+        config = recipe.student
         load_backbone(str(student), dtype=config.dtype, trust_remote_code=config.trust_remote_code).save(to)
     else:
         shutil.copytree(student, to)
     kind = "a plain folder" if merge or not adapters else "an adapter folder (--merge folds it into its base)"
-    return f"wrote the student of step {checkpoint.step} to {to}, {kind}"
+    return f"wrote the student of step {checkpoint.step}{of} to {to}, {kind}"
+
+
+def _newest(run: Path, stages: Sequence[str]) -> tuple[Checkpoint, str] | None:
+    """The newest whole checkpoint of a run, of the latest stage that has one, and which stage that is, in words."""
+    places = [(run / name, f" of stage {name}") for name in reversed(stages)] or [(run, "")]
+    for folder, of in places:
+        if checkpoint := CheckpointStore(folder / CHECKPOINTS_FOLDER).newest():
+            return checkpoint, of
+    return None

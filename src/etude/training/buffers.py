@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from etude.axes.names import FinishReason, Source
-from etude.core.records import Prompt, Rollout, Scored, Scores
+from etude.core.records import Scored, Scores
+from etude.models.rollout_files import facts_of, packed, rollout_of, tensors_of
 from etude.runtime.checkpoints import load_tensors, save_tensors
 
 _TENSORS, _FACTS = "round.safetensors", "round.json"
@@ -26,14 +26,7 @@ def save_round(folder: Path, rows: Sequence[Scored]) -> None:
     tensors: dict[str, Tensor] = {}
     facts: list[dict[str, Any]] = []
     for i, row in enumerate(rows):
-        rollout = row.rollout
-        named = {
-            "prompt.token_ids": rollout.prompt.token_ids,
-            "prompt.completion_ids": rollout.prompt.completion_ids,
-            "completion_ids": rollout.completion_ids,
-            "behaviour_logprobs": rollout.behaviour_logprobs,
-            "raw_logprobs": rollout.raw_logprobs,
-            "written": rollout.written,
+        named = tensors_of(row.rollout) | {
             "weights": row.weights,
             "advantages": row.advantages,
             "student_logprobs": row.student_logprobs,
@@ -43,19 +36,8 @@ def save_round(folder: Path, rows: Sequence[Scored]) -> None:
         for name, scores in row.scores.items():
             named[f"scores.{name}.sampled_logprobs"] = scores.sampled_logprobs
             named[f"scores.{name}.hidden"] = scores.hidden
-        # cloned, because a dataset row shares its completion with its prompt, and safetensors stores no tensor twice
-        tensors |= {f"{i}.{name}": value.clone() for name, value in named.items() if value is not None}
-        facts.append(
-            {
-                "row": rollout.prompt.row,
-                "group": rollout.prompt.group,
-                "source": rollout.source.value,
-                "finish_reason": rollout.finish_reason.value,
-                "version": rollout.version,
-                "teachers": list(row.scores),
-                "reward": row.reward,
-            }
-        )
+        tensors |= packed(f"{i}.", named)
+        facts.append(facts_of(row.rollout) | {"teachers": list(row.scores), "reward": row.reward})
     save_tensors(folder / _TENSORS, tensors)
     (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
@@ -70,22 +52,6 @@ def load_round(folder: Path) -> list[Scored] | None:
 
 
 def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Scored:
-    prompt = Prompt(
-        token_ids=tensors[prefix + "prompt.token_ids"],
-        row=fact["row"],
-        completion_ids=tensors.get(prefix + "prompt.completion_ids"),
-        group=fact["group"],
-    )
-    rollout = Rollout(
-        prompt=prompt,
-        completion_ids=tensors[prefix + "completion_ids"],
-        source=Source(fact["source"]),
-        finish_reason=FinishReason(fact["finish_reason"]),
-        version=fact["version"],
-        behaviour_logprobs=tensors.get(prefix + "behaviour_logprobs"),
-        raw_logprobs=tensors.get(prefix + "raw_logprobs"),
-        written=tensors.get(prefix + "written"),
-    )
     scores = {
         name: Scores(
             teacher=name,
@@ -95,7 +61,7 @@ def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Score
         for name in fact["teachers"]
     }
     return Scored(
-        rollout=rollout,
+        rollout=rollout_of(fact, tensors, prefix),
         scores=scores,
         weights=tensors.get(prefix + "weights"),
         advantages=tensors.get(prefix + "advantages"),

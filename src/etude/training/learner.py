@@ -161,13 +161,14 @@ class Learner:
             groups.append([without_weight(spare)])
         device = self.student.backbone.device
         sums_M = torch.zeros(len(self.objective.metric_names), dtype=torch.float64)
+        version = self.plan.first_step(self.plan.round_of(number))  # of what the round's own rows were written with
         self.optimizer.zero_grad(set_to_none=True)
         self._module.train()
         try:
             for i, group in enumerate(groups):
                 more = i + 1 < len(groups)
                 with self._dropout_of(number, i), self._unsynchronised() if more else nullcontext():
-                    loss, sums = self._module(collate(group).to(device), scales_J, self.heads)
+                    loss, sums = self._module(collate(group, version=version).to(device), scales_J, self.heads)
                     self.scaler.scale(loss).backward()
                 sums_M += sums.cpu()
         finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.axes.names import REWARD
+from etude.axes.names import REWARD, Source
 from etude.core.objective import Objective
 from etude.core.records import Prompt, Scored
 from etude.models.roles import AbstractSampler, AbstractStudent, AbstractTeacher
@@ -54,14 +54,15 @@ def train(parts: Parts, state: State) -> State:
         rows, num_rows = gather(parts, state, number)
         for report in parts.tracker.timed("learn", parts.learner.learn(rows, state.step, num_rows)):
             state.step = report.step
-            described = describe(rows, parts.world) | mean_rewards(rows, parts.objective, parts.world)
+            described = describe(rows, parts.plan.first_step(number), parts.world)
+            described |= mean_rewards(rows, parts.objective, parts.world)
             parts.tracker.record(state.step, report.metrics | described)
             state.pending = rows if parts.plan.place_of(state.step) else None
             if due(state.step, parts.evaluate_every, parts.plan.steps):
                 state.after = evaluate(parts, state, "after").metrics
             if due(state.step, parts.checkpoint_every, parts.plan.steps):
                 with parts.tracker.span("save"):
-                    parts.saver.save(state, parts.student, parts.learner)
+                    parts.saver.save(state, parts.student, parts.learner, parts.sampler)
         with parts.tracker.span("refresh"):
             parts.sampler.refresh(parts.student, version=state.step)
     return state
@@ -83,12 +84,13 @@ def gather(parts: Parts, state: State, number: int) -> tuple[list[Scored], int]:
 
 
 def evaluate(parts: Parts, state: State, name: str) -> EvaluationReport:
-    """Measure the student as it is, and keep the answers under `samples/`."""
+    """Measure the student as it is, tell the sampler, and keep the answers under `samples/`."""
     if parts.evaluation is None:
         return EvaluationReport({}, [])
     with parts.tracker.span("evaluate"):
         report = parts.evaluation.run(parts.student, version=state.step)
     parts.tracker.record(state.step, report.metrics)
+    parts.sampler.observe(report.metrics)
     parts.saver.keep_answers(name, state.step, report.answers)
     return report
 
@@ -98,12 +100,27 @@ def due(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def describe(rows: Sequence[Scored], world: World) -> dict[str, float]:
-    """Length and ends of the round's rollouts, over all ranks."""
+def describe(rows: Sequence[Scored], first_step: int, world: World) -> dict[str, float]:
+    """Length, ends and age of the rollouts of a round that begins at `first_step`, over all ranks."""
     rollouts = [row.rollout for row in rows]
-    sums = [len(rollouts), sum(r.num_completion_tokens for r in rollouts), sum(r.truncated for r in rollouts)]
-    count, tokens, truncated = world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-    return {"rollout/length": tokens / count, "rollout/truncated": truncated / count, "rollout/tokens": tokens}
+    ages = [first_step - rollout.version for rollout in rollouts if rollout.source is Source.STUDENT]
+    sums = [
+        len(rollouts),
+        sum(rollout.num_completion_tokens for rollout in rollouts),
+        sum(rollout.truncated for rollout in rollouts),
+        len(ages),
+        sum(age > 0 for age in ages),
+        sum(ages),
+    ]
+    count, tokens, truncated, own, replayed, age = world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    return {
+        "rollout/length": tokens / count,
+        "rollout/truncated": truncated / count,
+        "rollout/tokens": tokens,
+        "rollout/student": own / count,
+        "rollout/replayed": replayed / count,
+        "rollout/age": age / max(own, 1.0),
+    }
 
 
 def mean_rewards(rows: Sequence[Scored], objective: Objective, world: World) -> dict[str, float]:

@@ -38,6 +38,10 @@ class Plan:
         """The round in which step number `step` (from 0) is taken."""
         return step // self.steps_per_round
 
+    def first_step(self, round: int) -> int:
+        """Number of the first step taken in that round."""
+        return round * self.steps_per_round
+
     def place_of(self, step: int) -> int:
         """Steps already taken in that round before it."""
         return step % self.steps_per_round

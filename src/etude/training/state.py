@@ -1,8 +1,8 @@
 """What a run remembers, and how it is put down and taken up again.
 
-A checkpoint holds the student as a folder its own library loads, the optimiser, the loss scale, the counters, and,
-inside a round, the round's scored rows. No random state is kept: every random number follows from the seed and the
-step.
+A checkpoint holds the student as a folder its own library loads, the optimiser, the loss scale, the counters, what the
+sampler remembers, and, inside a round, the round's scored rows. No random state is kept: every random number follows
+from the seed and the step.
 
 `runtime.checkpoints` knows how a folder becomes whole; this file knows what goes into it.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from etude.core.records import Scored
-from etude.models.roles import AbstractStudent
+from etude.models.roles import AbstractSampler, AbstractStudent
 from etude.runtime.checkpoints import (
     Checkpoint,
     CheckpointStore,
@@ -35,6 +35,7 @@ from etude.training.learner import Learner
 
 CHECKPOINTS_FOLDER, STUDENT_FOLDER, SAMPLES_FOLDER = "checkpoints", "student", "samples"
 STATE_FILE = "state.json"
+_ROUND, _SAMPLER = "round-of-rank-", "sampler-of-rank-"  # each process's own part
 
 
 @dataclass(slots=True)
@@ -57,25 +58,38 @@ class Saver:
         self.world = world
         self.info = info
         self.clock: Callable[[], float] = lambda: 0.0  # seconds the run has taken so far, over all sittings
-        self._aside = folder / CHECKPOINTS_FOLDER / f".round-of-rank-{world.rank}"
 
-    def save(self, state: State, student: AbstractStudent, learner: Learner) -> None:
-        """Put everything down; returns when the checkpoint is whole on disk."""
+    def save(
+        self, state: State, student: AbstractStudent, learner: Learner, sampler: AbstractSampler | None = None
+    ) -> None:
+        """Put everything down; returns when the checkpoint is whole on disk. None: a sampler without a memory."""
+        kinds: list[str] = []
         if state.pending is not None:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            self._aside.mkdir(parents=True)
-            save_round(self._aside, state.pending)
+            save_round(self._empty_aside(_ROUND), state.pending)
+            kinds.append(_ROUND)
+        if sampler is not None:
+            sampler.save(self._empty_aside(_SAMPLER))
+            kinds.append(_SAMPLER)
         self.world.barrier()
         if self.world.is_main:
             self.store.save(
                 state.step,
-                lambda folder: self._write(folder, state, student, learner),
+                lambda folder: self._write(folder, state, student, learner, kinds),
                 self.info,
                 needed_bytes=_least_bytes(student, learner),
             )
         self.world.barrier()
 
-    def _write(self, folder: Path, state: State, student: AbstractStudent, learner: Learner) -> None:
+    def _empty_aside(self, what: str) -> Path:
+        """Where this process puts its own part, for the main one to gather."""
+        aside = self.store.folder / f".{what}{self.world.rank}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        return aside
+
+    def _write(
+        self, folder: Path, state: State, student: AbstractStudent, learner: Learner, kinds: Sequence[str]
+    ) -> None:
         student.save(folder / STUDENT_FOLDER)
         tensors, settings = pack_optimizer(learner.optimizer, student.trainable_parameters())
         save_tensors(folder / "optimizer.safetensors", tensors)
@@ -91,11 +105,21 @@ class Saver:
             "scaler": learner.scaler.state_dict(),
         }
         (folder / STATE_FILE).write_text(json.dumps(facts, indent=2), encoding="utf-8")
-        if state.pending is not None:
+        for what in kinds:
             for rank in range(self.world.size):
-                shutil.move(self.store.folder / f".round-of-rank-{rank}", folder / f"round-of-rank-{rank}")
+                aside = self.store.folder / f".{what}{rank}"
+                if any(path.is_file() for path in aside.rglob("*")):
+                    shutil.move(aside, folder / f"{what}{rank}")
+                else:  # most samplers remember nothing
+                    shutil.rmtree(aside)
 
-    def restore(self, checkpoint: Checkpoint, student: AbstractStudent, learner: Learner) -> State:
+    def restore(
+        self,
+        checkpoint: Checkpoint,
+        student: AbstractStudent,
+        learner: Learner,
+        sampler: AbstractSampler | None = None,
+    ) -> State:
         """Take everything up again, bit for bit where as many processes saved it as there are now."""
         student.load(checkpoint.path / STUDENT_FOLDER)
         facts = _facts(checkpoint)
@@ -106,12 +130,15 @@ class Saver:
         learner.scaler.load_state_dict(facts["scaler"])
         state = read_state(checkpoint)
         state.pending = self._pending(checkpoint, facts["processes"])
+        if sampler is not None:
+            folders = [checkpoint.path / f"{_SAMPLER}{rank}" for rank in range(facts["processes"])]
+            sampler.load(folders, lambda row: row % self.world.size == self.world.rank)
         return state
 
     def _pending(self, checkpoint: Checkpoint, saved_by: int) -> list[Scored] | None:
         """This rank's rows of an unfinished round, dealt out anew where another number of processes saved them."""
         ranks = [self.world.rank] if saved_by == self.world.size else range(saved_by)
-        rounds = [load_round(checkpoint.path / f"round-of-rank-{rank}") for rank in ranks]
+        rounds = [load_round(checkpoint.path / f"{_ROUND}{rank}") for rank in ranks]
         if saved_by == self.world.size or rounds[0] is None:
             return rounds[0]
         rows = sorted((row for round in rounds for row in round or []), key=lambda row: row.rollout.prompt.row)

@@ -13,7 +13,28 @@ from etude.config.noun import Many, Noun, OnlyWhen
 from etude.config.tables.models import Precision
 from etude.config.tables.ramp import RampConfig, ramp_of
 
+_OF_REPLAY = OnlyWhen("replay_fraction is above 0", lambda sampler: sampler.replay.highest > 0)
 _OF_MIXTURE = OnlyWhen("student_fraction is below 1", lambda sampler: sampler.fraction.lowest < 1)
+_OF_COINS = OnlyWhen(
+    "student_fraction is below 1 or replay_fraction above 0",
+    lambda sampler: _OF_MIXTURE.holds(sampler) or _OF_REPLAY.holds(sampler),
+)
+
+
+class AdaptiveConfig(Noun):
+    """`[sampler.adaptive]`: the student's share begins at student_fraction and rises when the student gets worse.
+
+    Whenever the held-out divergence is `tolerance` above the reference, the share goes up by `rise`, to 1 at most, and
+    that measurement becomes the reference; the first reference is the student before training.
+    """
+
+    rise: float = Field(default=0.1, gt=0, le=1, description="Added to the share at a time. 0.1 in DistiLLM (2024).")
+    tolerance: float = Field(
+        default=0.1,
+        ge=0,
+        description="Growth of heldout/reverse_kl, in nats, at which the share rises. 0.1 in DistiLLM, where it is of "
+        "the cross-entropy on held-out completions.",
+    )
 
 
 class SamplerConfig(Noun):
@@ -24,6 +45,10 @@ class SamplerConfig(Noun):
         description="Probability that the student writes a row: a number, or a table that moves with the step. 1: "
         "on-policy, best in GKD.",
     )
+    adaptive: AdaptiveConfig | None = Field(
+        default=None,
+        description="Table: student_fraction rises when the held-out divergence does. Left out: it does not.",
+    )
     other: Annotated[
         Literal[Source.DATASET, Source.TEACHER] | None,
         replace(_OF_MIXTURE, default=Source.DATASET),
@@ -31,7 +56,7 @@ class SamplerConfig(Noun):
         default=None,
         description='Where the remaining rows come from: the "dataset"\'s own completions, or the "teacher".',
     )
-    mix: Annotated[Literal["row", "batch"], _OF_MIXTURE] = Field(
+    mix: Annotated[Literal["row", "batch"], _OF_COINS] = Field(
         default="row", description="A coin for each row, or one for all rows of a round, as published for GKD."
     )
     teacher_share: float | None = Field(
@@ -46,6 +71,21 @@ class SamplerConfig(Noun):
         ge=1,
         description="Student and teacher write together: the teacher replaces what is not among its own likeliest k, "
         "25 in SKD (2024). Left out: the student writes alone.",
+    )
+    replay_fraction: float | RampConfig = Field(
+        default=0.0,
+        description="Share of the student's rows that are replayed from earlier rounds: a number, or a table that "
+        "moves with the step. 0: it writes each row afresh.",
+    )
+    replay_capacity: Annotated[int | None, replace(_OF_REPLAY, default=1000)] = Field(
+        default=None,
+        ge=1,
+        description="Rows kept for replay, the newest, over all processes. 1000 in DistiLLM (2024).",
+    )
+    max_age: Annotated[int | None, _OF_REPLAY] = Field(
+        default=None,
+        ge=1,
+        description="Optimiser steps after which a row is no longer replayed. Left out: as long as it is kept.",
     )
     temperature: float = Field(
         default=1.0,
@@ -74,13 +114,23 @@ class SamplerConfig(Noun):
     @property
     def writers(self) -> frozenset[Source]:
         """Who may write a row of a round."""
-        writers = {Source.STUDENT} if self.fraction.highest > 0 else set[Source]()
+        writers = {Source.STUDENT} if self.student_writes else set[Source]()
         return frozenset(writers | {self.other} if self.other else writers)
 
     @property
+    def student_writes(self) -> bool:
+        """Whether the student may write a row at some step."""
+        return self.adaptive is not None or self.fraction.highest > 0
+
+    @property
     def fraction(self) -> Ramp:
-        """The student's share of the rows."""
+        """The student's share of the rows; where it is adaptive, the one it begins with."""
         return as_ramp(cast("float | Ramp", ramp_of(self.student_fraction)))
+
+    @property
+    def replay(self) -> Ramp:
+        """The share of the student's rows that are replayed."""
+        return as_ramp(cast("float | Ramp", ramp_of(self.replay_fraction)))
 
     @property
     def joint(self) -> bool:
@@ -96,7 +146,13 @@ class SamplerConfig(Noun):
             )
         if self.joint:
             self._check_joint()
-        if self.fraction.highest == 0 and self.other is Source.DATASET and self.samples_per_prompt > 1:
+        if self.adaptive is not None and not (self.fraction.constant and self.fraction.highest < 1):
+            raise ValueError(
+                f"[sampler.adaptive] raises student_fraction, which goes from {self.fraction.lowest} to "
+                f"{self.fraction.highest}; write one number below 1, where it begins"
+            )
+        self._check_replay()
+        if not self.student_writes and self.other is Source.DATASET and self.samples_per_prompt > 1:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt} only repeats rows that all come from the dataset; "
                 "remove it or raise student_fraction"
@@ -114,7 +170,16 @@ class SamplerConfig(Noun):
                 f"top_p = {self.top_p} and top_k = {self.top_k} cut what student and teacher write with together; "
                 "write top_p = 1 and top_k = 0"
             )
-        if self.fraction.highest == 0:
+        if not self.student_writes:
             raise ValueError(
                 "teacher_share and teacher_top_k are about the student's rows and it writes none; remove it"
             )
+
+    def _check_replay(self) -> None:
+        if not 0 <= self.replay.lowest <= self.replay.highest <= 1:
+            raise ValueError(
+                f"replay_fraction goes from {self.replay.lowest} to {self.replay.highest}; it is a share, between 0 "
+                "and 1"
+            )
+        if self.replay.highest > 0 and not self.student_writes:
+            raise ValueError("replay_fraction is about the student's rows and it writes none; remove it")

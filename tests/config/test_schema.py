@@ -193,7 +193,10 @@ def test_name_and_output():
             {"terms.0": {"teacher": "label", "divergence": "forward_kl", "confident_wrong_share": 0.1}},
             "confident_wrong_share = 0.1 does nothing here, it counts only when teacher is a model",
         ),
-        ({"reference.model": "r"}, 'reference does nothing here, it counts only when a term has teacher = "reference"'),
+        (
+            {"reference.model": "r"},
+            'reference = "r" does nothing here, it counts only when a term has teacher = "reference"',
+        ),
         ({"optim.schedule": "constant", "optim.final_fraction": 0.1}, "only when schedule is not constant"),
         ({"student.lora.dropout": 0.1}, "lora.dropout = 0.1 does nothing while dropout = false"),
         # settings that contradict each other

@@ -209,3 +209,15 @@ def test_a_change_that_no_stage_takes_over_is_refused():
 def test_the_keys_named_here_exist():
     assert {key.removeprefix("sampler.") for key in HOW_WRITTEN} < SamplerConfig.model_fields.keys()
     assert {key.removeprefix("data.") for key in SOURCES_OF_PROMPTS} < DataConfig.model_fields.keys()
+
+
+def test_a_reference_goes_to_the_stages_that_ask_for_it():
+    stages = [{"method": "supervised-kd"}, {"method": "exopd"}]
+    without, extrapolated = load_recipe(LEAST | {"reference": {"model": "r"}, "stages": stages}).stage_recipes
+    assert without.reference is None
+    assert extrapolated.reference is not None
+    assert extrapolated.reference.model == "r"
+    own = load_recipe(LEAST | {"stages": [stages[0], stages[1] | {"reference": {"model": "r"}}]}).stage_recipes
+    assert own == (without, extrapolated)
+    with pytest.raises(RecipeError, match='stages.0: reference = "r" does nothing here, it counts only when a term'):
+        load_recipe(LEAST | {"stages": [stages[0] | {"reference": {"model": "r"}}, stages[1]]})

@@ -26,8 +26,7 @@ AXES: Mapping[str, str] = {
     "`differentiated`",
     "advantages": "`shaped` where they are centred over the batch or the group, whitened, divided by length, clipped "
     "or weighed, else `plain`",
-    "choice": "what may decide that a token is trained: the `draw` itself (`confident_wrong_share`), or the `state` "
-    "alone",
+    "choice": "what decides whether a token is trained: the `draw` as well (`confident_wrong_share`), or the `state`",
     "rows": "who wrote the rows the term meets: the `student`, `others`, both (`mixed`), nobody (`none`)",
     "tokens": "what the student's rows are drawn from: its `own` distribution at the loss temperature, the same at "
     "another temperature (`tempered`), cut by top-p, top-k or temperature 0 (`truncated`), or written together with "

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from etude.axes.legality import Sampling
 from etude.axes.names import REFERENCE, REWARD, Baseline, Source
-from etude.config.noun import Many, Noun, spelled
+from etude.config.noun import Idle, Many, Noun, spelled
 from etude.config.tables.data import DataConfig
 from etude.config.tables.models import ReferenceConfig, StudentConfig, TeacherConfig
 from etude.config.tables.sampler import SamplerConfig
@@ -137,11 +137,8 @@ class Recipe(Noun):
     @model_validator(mode="after")
     def _check_reference(self) -> Self:
         named = any(term.teacher == REFERENCE or term.extrapolation is not None for term in self.terms)
-        if self.reference is not None and not named:
-            raise ValueError(
-                'reference does nothing here, it counts only when a term has teacher = "reference" or an '
-                "extrapolation; remove it"
-            )
+        if self.reference is not None and self.stages is None and not named:
+            raise Idle("reference", self.reference.model, 'a term has teacher = "reference" or an extrapolation')
         return self
 
     @model_validator(mode="after")

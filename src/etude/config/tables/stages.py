@@ -11,7 +11,7 @@ from pydantic import Field
 
 from etude.config.noun import Many, Noun, ToldElsewhere
 from etude.config.tables.data import DataConfig
-from etude.config.tables.models import TeacherConfig
+from etude.config.tables.models import ReferenceConfig, TeacherConfig
 from etude.config.tables.sampler import SamplerConfig
 from etude.config.tables.terms import LossConfig, TermConfig
 from etude.config.tables.training import CheckpointConfig, EvaluationConfig, OptimConfig, TrainConfig
@@ -33,6 +33,9 @@ class StageConfig(Noun):
     )
     teacher: Annotated[TeacherConfig | None, _AS_IN_RECIPE] = Field(
         default=None, description="Changes to [teacher]; its own teacher, where the recipe has none."
+    )
+    reference: Annotated[ReferenceConfig | None, _AS_IN_RECIPE] = Field(
+        default=None, description="Changes to [reference]; its own reference, where the recipe has none."
     )
     data: Annotated[DataConfig, _AS_IN_RECIPE] = Field(
         description="Changes to [data]; one of prompts, dataset and task replaces the recipe's."

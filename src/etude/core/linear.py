@@ -191,6 +191,11 @@ class _Sums:
         dtype, device = self.head.weight_VD.dtype, hidden_ND.device
         need_hidden, need_weight, need_bias = needed
         self.need_any = any(needed)
+        # Logits are exact; the products that carry their gradient on are made like those of every layer below. Not in
+        # float16, whose smallest numbers are larger than a token's share of the loss.
+        half = hidden_ND.dtype == torch.bfloat16 and dtype == torch.float32
+        self.gradient_dtype = torch.bfloat16 if half else dtype
+        self.weight_of_gradient_VD = self.head.weight_VD.to(self.gradient_dtype) if need_hidden else self.head.weight_VD
         self.loss = torch.zeros((), dtype=dtype, device=device)
         wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         self.metrics = torch.zeros(num_metrics, dtype=wide, device=device)
@@ -207,18 +212,34 @@ class _Sums:
         for start in range(0, hidden_nD.shape[0], inner):
             part = slice(start, min(start + inner, hidden_nD.shape[0]))
             where = slice(tokens.start + part.start, tokens.start + part.stop)
-            teacher_logits = {name: teachers[name][0].finish(a[part]) for name, a in affine_teachers.items()}
-            with torch.set_grad_enabled(self.need_any):
-                leaf_nV = affine_nV[part].detach().requires_grad_(self.need_any)
-                loss, metrics = token_loss(self.head.finish(leaf_nV), teacher_logits, where)
-            self.loss += loss.detach()
-            self.metrics += metrics.detach()
-            if self.need_any:
-                # The student's logits are needed no more: their place takes their gradient.
-                affine_nV[part] = torch.autograd.grad(loss, leaf_nV)[0] if loss.requires_grad else 0.0
-        if self.grad_hidden_ND is not None:
-            self.grad_hidden_ND[tokens] = affine_nV @ self.head.weight_VD
-        if self.grad_weight_VD is not None:
-            self.grad_weight_VD.addmm_(affine_nV.T, hidden_nD)
+            self._mark(
+                affine_nV[part],
+                {name: teachers[name][0].finish(a[part]) for name, a in affine_teachers.items()},
+                where,
+                token_loss,
+            )
+        del affine_teachers  # as large as the student's, which are enough from here on
         if self.grad_bias_V is not None:
             self.grad_bias_V += affine_nV.sum(0)
+        affine_nV = affine_nV.to(self.gradient_dtype)
+        if self.grad_hidden_ND is not None:
+            self.grad_hidden_ND[tokens] = (affine_nV @ self.weight_of_gradient_VD).to(self.head.weight_VD.dtype)
+        if self.grad_weight_VD is None:
+            return
+        if self.gradient_dtype == self.grad_weight_VD.dtype:
+            self.grad_weight_VD.addmm_(affine_nV.T, hidden_nD)
+        else:  # summed over tiles in full
+            self.grad_weight_VD += affine_nV.T @ hidden_nD.to(self.gradient_dtype)
+
+    def _mark(
+        self, affine_nV: Tensor, teacher_logits: Mapping[str, Tensor], where: Slice, token_loss: TokenLoss
+    ) -> None:
+        """Add up the loss of a few tokens; their logits, needed no more, make place for their own gradient."""
+        with torch.set_grad_enabled(self.need_any):
+            leaf_nV = affine_nV.detach().requires_grad_(self.need_any)
+            loss, metrics = token_loss(self.head.finish(leaf_nV), teacher_logits, where)
+        self.loss += loss.detach()
+        self.metrics += metrics.detach()
+        if self.need_any:
+            gradient_nV = torch.autograd.grad(loss, leaf_nV)[0] if loss.requires_grad else torch.zeros_like(affine_nV)
+            affine_nV.copy_(gradient_nV)

@@ -14,7 +14,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart quickstart-seeds quickstart-tune when-it-helps methods-table maze-models smollm2-controls legality-page test lint bench clean
+.PHONY: help quickstart quickstart-seeds quickstart-tune when-it-helps methods-table maze-models smollm2-controls legality-page test lint bench bench-cpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ lint: $(VENV)/.dev $(VENV)/.tasks  ## style, types and import floors
 
 bench: $(VENV)/.smollm2 $(VENV)-trl/.trl  ## step time and memory beside TRL's
 	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python
+
+bench-cpu: $(VENV)/.core  ## what the faster ways through a CPU bring
+	$(BIN)/python benchmarks/cpu_paths.py
 
 clean:  ## remove the environments, caches and builds; runs/ stays
 	rm -rf $(VENV) $(VENV)-trl build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache

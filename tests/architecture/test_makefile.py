@@ -22,6 +22,7 @@ TARGETS = {
     "test",
     "lint",
     "bench",
+    "bench-cpu",
     "clean",
 }
 

@@ -21,15 +21,16 @@ HEAVY = ("torch", "transformers", "numpy", "peft", "datasets", "rich")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """A stand-in for `etude.recipes.run` that only notes what it is asked."""
+    """Stand-ins for `etude.recipes.run` and `export` that only note what they are asked."""
     noted: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(name: str) -> Any:
         return lambda *args, **options: noted.append((name, args, options)) or f"{name} was called"
 
-    run = ModuleType("etude.recipes.run")
-    run.__dict__.update({name: note(name) for name in ("train", "check", "export")})
-    monkeypatch.setitem(sys.modules, "etude.recipes.run", run)
+    for module, names in {"run": ("train", "check"), "export": ("export",)}.items():
+        stand_in = ModuleType(f"etude.recipes.{module}")
+        stand_in.__dict__.update({name: note(name) for name in names})
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     return noted
 
 

@@ -19,7 +19,8 @@ from etude.config.schema import Recipe
 from etude.core.records import Prompt, Rollout, Scored
 from etude.errors import CheckpointError, DataError, RecipeError
 from etude.models.sampling import InProcessSampler
-from etude.recipes.run import Summary, check, export, train
+from etude.recipes.export import export
+from etude.recipes.run import Summary, check, train
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import read_metrics
 from etude.testing import tiny_recipe

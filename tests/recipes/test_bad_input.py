@@ -45,7 +45,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("weights were loaded")
 
     monkeypatch.setattr("etude.recipes.build.load_backbone", fail)
-    monkeypatch.setattr("etude.recipes.run.load_backbone", fail)
+    monkeypatch.setattr("etude.recipes.export.load_backbone", fail)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:

@@ -22,7 +22,8 @@ from etude.config.schema import Recipe
 from etude.core.records import Scored
 from etude.errors import CheckpointError, DataError, PairError, RecipeError, RecordError
 from etude.models.backbone import TransformersBackbone
-from etude.recipes.run import Summary, check, export, train
+from etude.recipes.export import export
+from etude.recipes.run import Summary, check, train
 from etude.runtime.lock import locked
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import METRICS, describe, read_metrics

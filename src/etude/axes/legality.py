@@ -25,11 +25,12 @@ everything (derivations in docs/pitfalls.md):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from etude.axes.names import LABEL, REWARD, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
+from etude.axes.terms import TermValues
 from etude.errors import LegalityError
 
 Kind = Literal["exact", "surrogate", "refused"]
@@ -46,45 +47,6 @@ class Sampling:
     joint: bool = False  # the teacher has a hand in each token of the student's rows
     stale: bool = False  # some of the student's rows were written by an earlier student: replayed or recorded
     steps_per_round: int = 1  # optimiser steps between two refreshes of the sampler
-
-
-class TermLike(Protocol):
-    """What the recipe's term and `core.objective.Term` have in common."""
-
-    @property
-    def teacher(self) -> str: ...
-    @property
-    def support(self) -> Support: ...
-    @property
-    def divergence(self) -> Divergence: ...
-    @property
-    def estimator(self) -> Estimator: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def tail(self) -> Tail | None: ...
-    @property
-    def detach_mixture(self) -> bool: ...
-    @property
-    def form(self) -> Form | None: ...
-    @property
-    def length_normalise(self) -> bool: ...
-    @property
-    def baseline(self) -> Baseline: ...
-    @property
-    def whiten(self) -> bool: ...
-    @property
-    def advantage_clip(self) -> float | None: ...
-    @property
-    def disagreement_weight(self) -> float | None: ...
-    @property
-    def importance(self) -> Importance: ...
-    @property
-    def discount(self) -> float: ...
-    @property
-    def sources(self) -> Collection[Source]: ...
-    @property
-    def confident_wrong_share(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +70,7 @@ class Point:
     sampling: Sampling = Sampling()  # its rows: only those the term meets
 
     @classmethod
-    def of(cls, term: TermLike, sampling: Sampling, loss_temperature: float) -> Point:
+    def of(cls, term: TermValues, sampling: Sampling, loss_temperature: float) -> Point:
         """The point of a term (from a recipe or built by hand) under a sampler."""
         return cls(
             label=term.teacher == LABEL,

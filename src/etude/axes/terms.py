@@ -6,6 +6,7 @@ promises is `legality`'s question, asked afterwards. Pure Python: a recipe is ch
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NoReturn, Protocol
 
 from etude.axes.names import (
@@ -18,6 +19,7 @@ from etude.axes.names import (
     Form,
     Importance,
     Owner,
+    Source,
     Support,
     Tail,
 )
@@ -28,7 +30,7 @@ BOUNDED = (Importance.TRUNCATED, Importance.MASKED)
 
 
 class TermValues(Protocol):
-    """The values of a term, whoever holds them."""
+    """The values of a term: what the recipe's term and `core.term.Term` have in common."""
 
     @property
     def name(self) -> str: ...
@@ -51,6 +53,8 @@ class TermValues(Protocol):
     @property
     def rescale(self) -> bool: ...
     @property
+    def detach_mixture(self) -> bool: ...
+    @property
     def estimator(self) -> Estimator: ...
     @property
     def form(self) -> Form | None: ...
@@ -72,6 +76,8 @@ class TermValues(Protocol):
     def bounds(self) -> tuple[float, ...] | None: ...
     @property
     def coefficient(self) -> float | Ramp: ...
+    @property
+    def sources(self) -> Collection[Source]: ...
     @property
     def skip_first(self) -> int: ...
     @property

@@ -271,7 +271,7 @@ def _export(words: Sequence[str]) -> int:
     parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base model")
     parser.add_argument("--to", metavar="FOLDER", help="where to write it; left out: RUN/export")
     options = parser.parse_args(words)
-    from etude.recipes.run import export
+    from etude.recipes.export import export
 
     print(export(Path(options.run), to=Path(options.to or Path(options.run) / "export"), merge=options.merge))
     return 0

@@ -84,7 +84,7 @@ def verdicts(recipe: Recipe) -> dict[str, Rule]:
         return {f"{name}/{term}": rule for name, rules in stages.items() for term, rule in rules.items()}
     return {
         term.name: require_legal(
-            Point.of(term, recipe.sampling, recipe.loss.temperature), f'terms.{place} ("{term.name}")'
+            Point.of(term.as_term, recipe.sampling, recipe.loss.temperature), f'terms.{place} ("{term.name}")'
         )
         for place, term in enumerate(recipe.terms)
     }

@@ -195,12 +195,8 @@ def _off_their_groups(
     rewards_R = torch.tensor(rewards, dtype=torch.float64)
     trained_R = torch.tensor(trained, dtype=torch.bool)
     sums_3G = estimators.group_sums(rewards_R[trained_R], groups_R[trained_R], len(rows_G))
-    mean_G, deviation_G = estimators.group_moments(total(sums_3G))
-    centred_R = rewards_R - mean_G[groups_R]
-    if term.whiten:
-        deviation_R = deviation_G[groups_R]
-        centred_R = torch.where(deviation_R > 0, centred_R / deviation_R, 0.0)
-    return [reward.item() for reward in centred_R]
+    off_R = estimators.off_their_groups(rewards_R, groups_R, total(sums_3G), normalise=term.whiten)
+    return [reward.item() for reward in off_R]
 
 
 def _reward(term: Term, row: Scored) -> float:

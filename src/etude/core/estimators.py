@@ -198,11 +198,23 @@ def group_advantages(rewards_G: Tensor, *, normalise: bool) -> Tensor:
     """
     if rewards_G.ndim != 1 or len(rewards_G) < 2:
         raise ValueError(f"rewards have shape {tuple(rewards_G.shape)}; a group is one row of at least two completions")
-    rewards_G = _in_float32(rewards_G)
-    if bool((rewards_G == rewards_G[0]).all()):  # the rounded mean of equal numbers may differ from them
-        return torch.zeros_like(rewards_G)
-    centred_G = rewards_G - rewards_G.mean()
-    return centred_G / rewards_G.std() if normalise else centred_G
+    one_group_G = torch.zeros(len(rewards_G), dtype=torch.int64, device=rewards_G.device)
+    sums_31 = group_sums(rewards_G, one_group_G, 1)
+    return off_their_groups(rewards_G, one_group_G, sums_31, normalise=normalise).to(_in_float32(rewards_G).dtype)
+
+
+def off_their_groups(rewards_R: Tensor, groups_R: Tensor, sums_3G: Tensor, *, normalise: bool) -> Tensor:
+    """[R] float64 `group_advantages` of rows of several groups, whose sums over all ranks are at hand.
+
+    >>> rewards, groups = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 2, 2])
+    >>> off_their_groups(rewards, groups, group_sums(rewards, groups, 3), normalise=False)
+    tensor([-1.,  1.,  0.,  0.], dtype=torch.float64)
+    """
+    mean_G, deviation_G = group_moments(sums_3G)
+    deviation_R = deviation_G[groups_R]
+    centred_R = rewards_R.double() - mean_G[groups_R]
+    advantages_R = centred_R / deviation_R if normalise else centred_R
+    return torch.where(deviation_R > 0, advantages_R, 0.0)  # the rounded mean of equal numbers may differ from them
 
 
 def group_sums(rewards_R: Tensor, groups_R: Tensor, num_groups: int) -> Tensor:

@@ -204,7 +204,7 @@ class Objective:
             hidden_ND: [N, D] student hidden states at `batch.predicted_from_N`.
             head: the student's head.
             batch: prepared and collated rows, on the same device.
-            scales_J: [J] from `reduction.term_scales`: coefficient / count.
+            scales_J: [J] from `scales`: coefficient / count.
             teacher_heads: by name, the heads of the teachers whose hidden states the batch holds.
 
         Returns:

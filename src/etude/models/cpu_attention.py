@@ -1,8 +1,9 @@
 """Attention over short rows in bfloat16 on a CPU: plain products, which are faster there than torch's kernel.
 
 torch's kernel is made for long rows. Forward and backward of one layer, 9 heads of 64, two threads: 8 rows of 96 tokens
-take it 13 ms and plain products 4; 4 rows of 384, 36 and 27; 2 rows of 768, 41 and 52. Products keep all scores, the
-kernel none, so they are used up to a number of scores. Other precisions, devices and settings go to the kernel.
+take it 11 ms and plain products 4; 4 rows of 160 take it 12 and 5 (`benchmarks/cpu_paths.py`). Products keep all
+scores, the kernel none, so they are used up to a number of scores. Other precisions, devices and settings go to the
+kernel.
 
 Registered with transformers under a name of its own; `backbone.py` puts models on it that would use the kernel.
 

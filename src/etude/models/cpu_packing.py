@@ -1,9 +1,9 @@
 """Linear layers with their weights packed for a CPU, while a model writes one token a row.
 
 A student that writes reads all of its weights for every token, and a plain product rearranges them for the CPU each
-time. Packed once, the same products give the same bits in 0.6 of the time (SmolLM2-135M in bfloat16, 8 rows, two
-threads: 25 against 15 ms a token for the layers, 5.5 against 2.1 for the head). Packed weights are copies: they cost
-their size in memory while they are in use.
+time. Packed once, the same products give the same bits in 0.7 of the time (SmolLM2-135M in bfloat16, 8 rows, two
+threads: 22 against 15 ms a token for the layers, 4.3 against 2.4 for the head, by `benchmarks/cpu_paths.py`). Packed
+weights are copies: they cost their size in memory while they are in use.
 
 torch packs weights for its own compiler and shows the two operators under private names, so they are asked for first,
 and a build without them computes as ever. Nothing here knows a row, a cache or a role; `backbone.py` calls it.

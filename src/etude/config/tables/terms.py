@@ -222,9 +222,14 @@ class TermConfig(Noun):
         """The arguments of a `core.term.Term`: key for key, with tables that move with the step as ramps."""
         return {name: ramp_of(getattr(self, name)) for name in type(self).model_fields}
 
+    @property
+    def as_term(self) -> TermValues:
+        """The same for the axes' checks, which need no torch."""
+        return cast(TermValues, SimpleNamespace(**self.values()))
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_term(cast(TermValues, SimpleNamespace(**self.values())))
+        check_term(self.as_term)
         return self
 
 

@@ -20,7 +20,7 @@ def test_every_method_runs_on_the_maze_under_the_same_conditions(name: str) -> N
     recipe = recipe_of(name, 300)
     assert recipe.train.steps == 300
     assert recipe.train.prompts_per_round * recipe.sampler.samples_per_prompt == 64
-    assert recipe.optim.learning_rate == FITTED.get(name, {}).get("optim.learning_rate", 2e-3)
+    assert recipe.optim.learning_rate == 2e-3
     assert recipe.sampler.max_new_tokens == 45
     own = METHODS[name].settings["sampler"].get("temperature", 1.3)
     assert recipe.sampler.temperature == FITTED.get(name, {}).get("sampler.temperature", own)
@@ -74,7 +74,21 @@ def test_rows_by_hand() -> None:
     opd, gkd, sft = (next(line for line in lines if line.strip().startswith(name)) for name in ("opd", "gkd", "sft"))
     assert lines.index(opd) < lines.index(gkd) < lines.index(sft)  # best first, and those of whom much is asked above
     # 300: the slower of the two seeds
-    words = ["opd", "reverse_kl", "full", "analytic", "1.3", "50%", "0.69", "0.62-0.75", "0.90", "0.25", "300", "99", "12"]
+    words = [
+        "opd",
+        "reverse_kl",
+        "full",
+        "analytic",
+        "1.3",
+        "50%",
+        "0.69",
+        "0.62-0.75",
+        "0.90",
+        "0.25",
+        "300",
+        "99",
+        "12",
+    ]
     assert opd.split() == words
     assert gkd.split()[-3] == "never"  # one seed was not there
     assert "1 of 2 reach 0.65; below: gkd." in printed(found)

@@ -50,8 +50,6 @@ FITTED: Mapping[str, Mapping[str, Any]] = {
     "prefix": {"terms.0.first_tokens.start": 8, "terms.0.first_tokens.end": MAX_NEW_TOKENS},
     # At 0.8, the paper's, the student hardly leaves the routes it knows.
     "distillm2": {"sampler.temperature": TEMPERATURE},
-    # At the common rate a verdict alone stalls early; see `against_rl`.
-    "grpo": {"optim.learning_rate": 5e-4},
 }
 
 
@@ -223,7 +221,7 @@ def explanation(found: Mapping[str, Sequence[Cell]], updates: int) -> str:
         "entropy: of the student's next move on those walks, in nats.\n"
         f"to {GOOD}: updates until the slowest seed was there, looking every {LOOK_EVERY} on one walk a route.\n"
         "k tokens: thousands trained on.  seconds: of training, without the looks.\n"
-        f"Learning rate {LEARNING_RATE:g} unless set.  Set for the maze alone: {'; '.join(fitted)}.\n"
+        f"Learning rate {LEARNING_RATE:g} for all.  Set for the maze alone: {'; '.join(fitted)}.\n"
         f"Whole vocabulary on the student's rows (upper part): {len(asked) - len(below)} of {len(asked)} reach {GOOD}"
         f"{'; below: ' + ', '.join(below) if below else ''}."
     )

@@ -245,6 +245,19 @@ def test_the_state_kl_as_a_baseline(advantage_clip: float | None) -> None:
     assert gradient[1].abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("importance", [Importance.NONE, Importance.RATIO, Importance.PPO_CLIP])
+@pytest.mark.parametrize("baseline", [Baseline.NONE, Baseline.STATE_KL])
+def test_clipped_and_then_weighed_whatever_the_baseline(baseline: Baseline, importance: Importance) -> None:
+    """The first token has all of the row's disagreement before none, so it weighs 1.5; the clip of 1 has come before."""
+    term = {"baseline": baseline, "advantage_clip": 1.0, "importance": importance}
+    term |= {"clip": 0.2} if importance is Importance.PPO_CLIP else {}
+    _, metrics, gradient = run(Term("policy", **POLICY, **term, disagreement_weight=1.5))
+    expected = torch.tensor([-1.5 * 1.0 / 2 * (float(v == 0) - q) for v, q in enumerate(STUDENT[0])])
+    torch.testing.assert_close(gradient[0], expected.double(), atol=1e-6, rtol=0)
+    assert metrics["tokens/policy"] == 2  # a weight does not change what is divided by
+    assert metrics["divergence/policy"] == pytest.approx(-2 * math.log(2) / 2)
+
+
 @pytest.mark.parametrize(
     ("term", "clipped"),
     [

@@ -248,7 +248,7 @@ def test_the_state_kl_as_a_baseline(advantage_clip: float | None) -> None:
 @pytest.mark.parametrize("importance", [Importance.NONE, Importance.RATIO, Importance.PPO_CLIP])
 @pytest.mark.parametrize("baseline", [Baseline.NONE, Baseline.STATE_KL])
 def test_clipped_and_then_weighed_whatever_the_baseline(baseline: Baseline, importance: Importance) -> None:
-    """The first token has all of the row's disagreement before none, so it weighs 1.5; the clip of 1 has come before."""
+    """No disagreement lies before the first token, so it weighs 1.5; that comes after the clip at 1."""
     term = {"baseline": baseline, "advantage_clip": 1.0, "importance": importance}
     term |= {"clip": 0.2} if importance is Importance.PPO_CLIP else {}
     _, metrics, gradient = run(Term("policy", **POLICY, **term, disagreement_weight=1.5))

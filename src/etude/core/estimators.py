@@ -19,7 +19,7 @@ from etude.core.divergences import LOG_OF_ZERO
 VARIANCE_OF_ROUNDING = 1e-12
 
 # Least deviation that whitening divides by, as a share of the root mean square. A log-ratio is a difference of float32
-# log-probabilities of some ten nats, good to some 1e-6: ratios of a hundredth of a nat differ by that share for nothing.
+# log-probabilities of some ten nats, good to 1e-6: ratios of a hundredth of a nat differ by that share for nothing.
 LEAST_DEVIATION = 1e-4
 
 

@@ -150,7 +150,7 @@ class TermConfig(Noun):
     disagreement_weight: Annotated[float | None, _OF_POLICY_GRADIENT] = Field(
         default=None,
         gt=1,
-        description="Weight of a row's first token, falling to 1 as disagreement adds up; counts after the clip. 1.5 in "
+        description="Weight of a row's first token, falling to 1 as disagreement adds up, on top of the clip; 1.5 in "
         "IW-OPD. Left out: 1.",
     )
     importance: Annotated[Word[Importance], replace(_OF_POLICY_GRADIENT, default=Importance.RATIO)] = Field(

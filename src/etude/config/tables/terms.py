@@ -59,7 +59,9 @@ class TermConfig(Noun):
         description="How much of the vocabulary is compared: all of it, the likeliest ids, or only the drawn token.",
     )
     top_k: Annotated[int | None, replace(_OF_TOP_K, default=64)] = Field(
-        default=None, ge=1, description="Ids kept a side. 64: what trainers with top-k losses ship."
+        default=None,
+        ge=1,
+        description="Ids kept a side, at most all. 64: what trainers with top-k losses ship.",
     )
     owner: Annotated[Word[Owner] | None, replace(_OF_TOP_K, default=Owner.TEACHER)] = Field(
         default=None, description="Whose likeliest ids are kept: the teacher's, the student's, or the union of both."

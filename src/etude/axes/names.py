@@ -40,6 +40,7 @@ class Gives(StrEnum):
     NEXT_TOKEN_LOGPROBS = "next_token_logprobs"  # takes part in decoding
     LABELS = "labels"  # the one-hot teacher: the row's own ids are the mark
     REWARDS = "rewards"  # the verifier: one number for the whole row
+    KEPT_MASS = "kept_mass"  # log of the probability on the ids each completion id was drawn from
 
 
 class Support(StrEnum):

@@ -500,7 +500,7 @@ def test_a_reward_has_the_gradient_of_its_expectation(importance: Importance, te
 
 def top_2() -> Tensor:
     """[13, 3] bool: the student's two likeliest ids at each state."""
-    return STUDENT > STUDENT.min(-1, keepdim=True).values
+    return STUDENT.min(-1, keepdim=True).values < STUDENT
 
 
 def nucleus(top_p: float, temperature: float, logits: Tensor = STUDENT) -> Tensor:
@@ -1303,7 +1303,7 @@ def renormalised_whole() -> None:
 
 
 def renormalised_single() -> None:
-    likeliest = STUDENT == STUDENT.max(-1, keepdim=True).values
+    likeliest = STUDENT.max(-1, keepdim=True).values == STUDENT
     greedy = torch.where(likeliest, 0.0, -math.inf)[STATES_YC, TOKENS_YC]
     for term in (SAMPLED, POLICY, POLICY | {"discount": 1.0}, JUDGED):
         assert is_zero(expected_gradient(unjudged(renormalise=True, **term), greedy, kept=likeliest))

@@ -165,7 +165,8 @@ def completion_logprobs_and_kept_masses(
         def of_part(logprobs_nV: Tensor, at_n: Tensor) -> Tensor:
             tokens = slice(int(at_n[0]), int(at_n[-1]) + 1)
             drawn_n = pick(logprobs_nV, ids_N[tokens])
-            return torch.stack([drawn_n, drawn_n * 0 if sets is None else sets.log_mass(logprobs_nV, tokens)])
+            mass_n = torch.zeros_like(drawn_n) if sets is None else sets.log_mass(logprobs_nV, tokens)
+            return torch.stack([drawn_n, mass_n])
 
         return _read(hidden_ND, head, torch.arange(len(ids_N)), temperature, of_part)
 

@@ -160,7 +160,9 @@ def test_half_precision_states_stay_so(tmp_path: Path) -> None:
 
 
 def test_what_it_does_not_give_is_refused() -> None:
-    with pytest.raises(PairError, match=r"'marker' gives hidden_states, kept_mass, sampled_logprobs, and a term needs next"):
+    with pytest.raises(
+        PairError, match=r"'marker' gives hidden_states, kept_mass, sampled_logprobs, and a term needs next"
+    ):
         FrozenTeacher("marker", tiny_backbone()).score(ROWS, frozenset({Gives.NEXT_TOKEN_LOGPROBS}), 1.0)
 
 

@@ -15,7 +15,7 @@ from etude.models.table import TableBackbone
 from etude.models.teachers import FrozenTeacher
 from etude.testing import CountingTeacher, counting_logits, rollout_of, tiny_backbone
 
-FIELDS = {Gives.SAMPLED_LOGPROBS: "sampled_logprobs", Gives.HIDDEN_STATES: "hidden"}
+FIELDS = {Gives.SAMPLED_LOGPROBS: "sampled_logprobs", Gives.HIDDEN_STATES: "hidden", Gives.KEPT_MASS: "kept_mass"}
 ROWS = [  # ids below 10, so that every teacher knows them
     rollout_of([3], [4, 5, 6]),
     rollout_of([1, 2, 3], [4], row=1),

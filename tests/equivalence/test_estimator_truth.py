@@ -8,6 +8,7 @@ expected gradient, without noise. It is compared with the gradient of the named 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -95,12 +96,14 @@ def expected_gradient(
     written: Tensor | None = None,
     step: int = 0,
     groups: Sequence[tuple[int, ...]] = SINGLES,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """[13, 3] of the objective's one term, summed over tokens, on the student's logits.
 
     `behaviour` [27, 3] are the log-probabilities under whoever wrote; `first_step` the student's logits when advantages
     were made; `advantages` [27, 3] replaces them; `written` [3] says which tokens were not a tool's; `groups` are
-    completions of one question, every row weighted with the probability that all of its group are written.
+    completions of one question, every row weighted with the probability that all of its group are written; `kept`
+    [13, 3] are the ids that the sampler kept at each state, without which no other completion is written.
     """
     before = token_logprobs(first_step, objective.temperature)
     models = {"teacher": TEACHER, REFERENCE: ORIGIN}
@@ -108,6 +111,13 @@ def expected_gradient(
     entropies = entropy_of(first_step / objective.temperature)[STATES_YC]
     rows = list[Scored]()
     answers = [(number, y) for number, group in enumerate(groups) for y in group]
+    if kept is not None:
+        answers = [(number, y) for number, y in answers if bool(kept[STATES_YC[y], TOKENS_YC[y]].all())]
+
+    def mass_of(logits: Tensor, y: int) -> Tensor | None:
+        scaled = logits / objective.temperature
+        return None if kept is None else within(scaled, kept).logsumexp(-1)[STATES_YC[y]]
+
     for row, (number, y) in enumerate(answers):
         rollout = Rollout(
             Prompt(as_ids([0]), row=row, group=number),
@@ -117,12 +127,16 @@ def expected_gradient(
             version=0,
             behaviour_logprobs=behaviour[y],
             written=written,
+            kept_ids=None if kept is None else kept[STATES_YC[y]].nonzero()[:, 1].int(),
+            kept_lengths=None if kept is None else kept[STATES_YC[y]].sum(-1).int(),
         )
         hidden = functional.one_hot(STATES_YC[y], len(PREFIXES)).double()
-        marks = {name: Scores(name, sampled_logprobs=drawn[name][y], hidden=hidden) for name in models}
-        rows.append(
-            Scored(rollout, marks, student_logprobs=before[y], student_entropy=entropies[y], reward=REWARDS[y].item())
-        )
+        marks = {
+            name: Scores(name, sampled_logprobs=drawn[name][y], hidden=hidden, kept_mass=mass_of(logits, y))
+            for name, logits in models.items()
+        }
+        own = {"student_logprobs": before[y], "student_entropy": entropies[y]}
+        rows.append(Scored(rollout, marks, reward=REWARDS[y].item(), student_kept_mass=mass_of(first_step, y), **own))
     prepared = objective.prepare(rows, step=step)
     weighted = list[Scored]()
     for (number, y), row in zip(answers, prepared, strict=True):
@@ -144,6 +158,11 @@ def expected_gradient(
         {name: OutputHead(logits.T) for name, logits in models.items()},
     )
     return torch.autograd.grad(loss, table)[0].T
+
+
+def within(logits: Tensor, kept: Tensor) -> Tensor:
+    """[13, 3] log-probabilities, minus infinity where an id is not kept: they do not sum to one."""
+    return logits.log_softmax(-1).masked_fill(~kept, -math.inf)
 
 
 # The named objectives, written out ----------------------------------------------------------------------------------
@@ -483,6 +502,167 @@ def test_a_reward_has_the_gradient_of_its_expectation(importance: Importance, te
     found = expected_gradient(objective, token_logprobs(STUDENT, temperature))
     assert found.abs().max() > 0.05
     assert same(found, of_expected_reward(temperature))
+
+
+# Within the ids that the sampler kept --------------------------------------------------------------------------------
+
+
+def top_2() -> Tensor:
+    """[13, 3] bool: the student's two likeliest ids at each state."""
+    return STUDENT.min(-1, keepdim=True).values < STUDENT
+
+
+def nucleus(top_p: float, temperature: float, logits: Tensor = STUDENT) -> Tensor:
+    """[13, 3] bool: at each state the smallest set of likeliest ids that holds `top_p`."""
+    kept = torch.zeros(len(PREFIXES), VOCAB, dtype=torch.bool)
+    for s, probabilities_V in enumerate((logits / temperature).softmax(-1).tolist()):
+        held = 0.0
+        for v in sorted(range(VOCAB), key=lambda v, p=probabilities_V: -p[v]):
+            if held < top_p:
+                kept[s, v] = True
+            held += probabilities_V[v]
+    assert len(set(kept.sum(-1).tolist())) > 1  # sets of different sizes
+    return kept
+
+
+def cut_logprobs(logits: Tensor, kept: Tensor, temperature: float = 1.0) -> Tensor:
+    """[27, 3] log-probability of each token of each completion under the sampler's cut, renormalised distribution."""
+    return within(logits / temperature, kept).log_softmax(-1)[STATES_YC, TOKENS_YC]
+
+
+def kl_within(kept: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """(p, q) -> [13] KL(q || p) between both sides rescaled over each state's kept ids."""
+
+    def value(p: Tensor, q: Tensor) -> Tensor:
+        sides = [(q_V[k] / q_V[k].sum(), p_V[k] / p_V[k].sum()) for p_V, q_V, k in zip(p, q, kept, strict=True)]
+        return torch.stack([kl(q_K, p_K) for q_K, p_K in sides])
+
+    return value
+
+
+RENORMALISED = [
+    SAMPLED,
+    POLICY,
+    POLICY | {"importance": Importance.RATIO},
+    POLICY | {"baseline": Baseline.STATE_KL},
+    POLICY | {"baseline": Baseline.STATE_KL, "importance": Importance.RATIO},
+]
+
+
+@pytest.mark.parametrize("term", RENORMALISED)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_drawn_tokens_equal_the_kept_ids(term: dict[str, object], temperature: float) -> None:
+    for sampling, kept in (
+        (Sampling(temperature=temperature, top_k=2), top_2()),
+        (Sampling(temperature=temperature, top_p=0.8), nucleus(0.8, temperature)),
+    ):
+        objective = legal("exact", sampling, temperature, renormalise=True, **term)
+        own = cut_logprobs(STUDENT, kept, temperature)
+        expected = at_states(kl_within(kept), own, temperature)
+        assert same(expected_gradient(objective, own, kept=kept), expected)
+        assert not same(expected, token_level(Divergence.REVERSE_KL, own, temperature))
+
+
+def test_the_yardstick_is_the_slope_of_the_value() -> None:
+    """Central differences of the KL within the kept ids, states visited as they are."""
+    kept = nucleus(0.8, 1.0)
+    own = cut_logprobs(STUDENT, kept)
+    visits_S = torch.zeros(len(PREFIXES), dtype=torch.float64)
+    visits_S.index_add_(0, STATES_YC.flatten(), probabilities(own).repeat_interleave(LENGTH))
+    found = expected_gradient(legal("exact", Sampling(top_p=0.8), renormalise=True, **POLICY), own, kept=kept)
+    for s, v in itertools.product(range(len(PREFIXES)), range(VOCAB)):
+        step = torch.zeros_like(STUDENT)
+        step[s, v] = 1e-5
+        up, down = (
+            (visits_S * kl_within(kept)(TEACHER.softmax(-1), moved.softmax(-1))).sum()
+            for moved in (STUDENT + step, STUDENT - step)
+        )
+        assert found[s, v].item() == pytest.approx(((up - down) / 2e-5).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(("sampling_temperature", "loss_temperature"), [(0.5, 1.0), (1.5, 1.0), (1.0, 2.0)])
+@pytest.mark.parametrize("baseline", [Baseline.NONE, Baseline.STATE_KL])
+def test_ratio_corrects_another_temperature_within_the_kept_ids(
+    sampling_temperature: float, loss_temperature: float, baseline: Baseline
+) -> None:
+    kept = nucleus(0.8, sampling_temperature)
+    behaviour = cut_logprobs(STUDENT, kept, sampling_temperature)
+    sampling = Sampling(temperature=sampling_temperature, top_p=0.8)
+    term = POLICY | {"importance": Importance.RATIO, "baseline": baseline, "renormalise": True}
+    found = expected_gradient(legal("exact", sampling, loss_temperature, **term), behaviour, kept=kept)
+    assert same(found, at_states(kl_within(kept), behaviour, loss_temperature))
+
+
+@pytest.mark.parametrize("importance", [Importance.NONE, Importance.RATIO])
+def test_discount_one_is_the_kl_of_whole_completions_as_they_are_drawn(importance: Importance) -> None:
+    kept = top_2()
+    own = cut_logprobs(STUDENT, kept)
+    objective = legal("exact", Sampling(top_k=2), **POLICY, discount=1.0, importance=importance, renormalise=True)
+    written = own.sum(-1) > -math.inf
+
+    def loss(student: Tensor) -> Tensor:
+        q, p = (cut_logprobs(logits, kept)[written].sum(-1) for logits in (student, TEACHER))
+        return (q.exp() * (q - p)).sum()
+
+    assert same(expected_gradient(objective, own, kept=kept), gradient_of(loss))
+
+
+@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("term", RENORMALISED)
+def test_kept_ids_towards_an_extrapolated_target(term: dict[str, object], power: float) -> None:
+    kept = top_2()
+    own = cut_logprobs(STUDENT, kept)
+    objective = legal("exact", Sampling(top_k=2), renormalise=True, extrapolation=power, **term)
+    assert same(expected_gradient(objective, own, kept=kept), at_states(kl_within(kept), own, target=beyond(power)))
+
+
+def test_a_reward_of_answers_drawn_from_the_kept_ids() -> None:
+    kept = top_2()
+    own = cut_logprobs(STUDENT, kept)
+    written = own.sum(-1) > -math.inf
+    objective = legal("exact", Sampling(top_k=2), renormalise=True, **JUDGED)
+
+    def loss(student: Tensor) -> Tensor:
+        return -(cut_logprobs(student, kept)[written].sum(-1).exp() * REWARDS[written]).sum()
+
+    assert same(expected_gradient(objective, own, kept=kept), gradient_of(loss))
+
+
+def test_kept_ids_of_an_older_student() -> None:
+    """Replayed: at the states and within the sets of the older student each token is right, as everywhere."""
+    kept = nucleus(0.8, 1.0, OLDER)
+    behaviour = cut_logprobs(OLDER, kept)
+    term = POLICY | {"importance": Importance.RATIO, "renormalise": True}
+    replayed = legal("surrogate", Sampling(top_p=0.8, stale=True), **term)
+    assert same(expected_gradient(replayed, behaviour, kept=kept), at_states(kl_within(kept), behaviour))
+    # In a round's second step the advantages are those of the first: they lag behind, as everywhere.
+    later = legal("surrogate", Sampling(top_p=0.8, steps_per_round=2), **term)
+    found = expected_gradient(later, behaviour, first_step=OLDER, kept=kept)
+    written = behaviour.sum(-1) > -math.inf
+    c_yC = (behaviour - cut_logprobs(TEACHER, kept))[written]
+
+    def loss(student: Tensor) -> Tensor:
+        ratio_yC = (cut_logprobs(student, kept) - behaviour)[written].exp()
+        return (probabilities(behaviour)[written, None] * ratio_yC * c_yC).sum()
+
+    assert same(found, gradient_of(loss))
+
+
+def test_shaped_advantages_are_made_of_ratios_within_the_kept_ids() -> None:
+    kept = nucleus(0.8, 1.0)
+    own = cut_logprobs(STUDENT, kept)
+    written = own.sum(-1) > -math.inf
+    c_YC = torch.where(written[:, None], own - cut_logprobs(TEACHER, kept), 0.0)
+    bound = 0.3
+    assert (c_YC.abs() > bound).any()
+    term = POLICY | {"renormalise": True, "advantage_clip": bound}
+    found = expected_gradient(legal("surrogate", Sampling(top_p=0.8), **term), own, kept=kept)
+
+    def loss(student: Tensor) -> Tensor:
+        scores_YC = cut_logprobs(student, kept)[written]
+        return (probabilities(own)[written, None] * c_YC[written].clamp(-bound, bound) * scores_YC).sum()
+
+    assert same(found, gradient_of(loss))
 
 
 # Surrogates: each equals its own closed form ------------------------------------------------------------------------
@@ -1133,6 +1313,19 @@ def truncated_sampling() -> None:
     assert not same(found, token_level(Divergence.REVERSE_KL, behaviour))
 
 
+def renormalised_whole() -> None:
+    everything = torch.ones_like(STUDENT, dtype=torch.bool)
+    for term in (SAMPLED, POLICY):
+        assert same(expected_gradient(unjudged(renormalise=True, **term), kept=everything), REVERSE)
+
+
+def renormalised_single() -> None:
+    likeliest = STUDENT.max(-1, keepdim=True).values == STUDENT
+    greedy = torch.where(likeliest, 0.0, -math.inf)[STATES_YC, TOKENS_YC]
+    for term in (SAMPLED, POLICY, POLICY | {"discount": 1.0}, JUDGED):
+        assert is_zero(expected_gradient(unjudged(renormalise=True, **term), greedy, kept=likeliest))
+
+
 def uncorrected_temperature() -> None:
     behaviour = token_logprobs(STUDENT, 0.5)
     for term in (SAMPLED, POLICY):
@@ -1181,6 +1374,8 @@ DEMONSTRATIONS: Sequence[Callable[[], None]] = (
     k3_reward,
     sampled_rows,
     truncated_sampling,
+    renormalised_whole,
+    renormalised_single,
     uncorrected_temperature,
     uncorrected_joint,
     uncorrected_steps,

@@ -48,6 +48,22 @@ class TestInProcessSampler:
         assert [rollout.prompt for rollout in rollouts] == prompts
         assert [rollout.completion_ids.tolist() for rollout in rollouts] == [[2, 3], [0, 1], [1, 2], [3, 0]]
 
+    def test_kept_sets_are_recorded_where_asked_for_and_never_in_another_distribution(self) -> None:
+        table = log_table(*[[0.5, 0.3, 0.2]] * 3)
+        prompts = [prompt(0, row=row) for row in range(5)]
+        sampler = InProcessSampler(table, settings(top_k=2), rows_per_batch=2, record_kept=True)
+        for rollout in sampler.sample(prompts, KEY):
+            assert rollout.kept_lengths is not None
+            assert rollout.kept_ids is not None
+            assert rollout.kept_lengths.tolist() == [2] * 8
+            assert rollout.kept_ids.tolist() == [0, 1] * 8
+        others = (
+            InProcessSampler(table, settings(top_k=2)),
+            sampler.with_settings(settings()),
+        )
+        for other in others:
+            assert all(rollout.kept_ids is None for rollout in other.sample(prompts, KEY))
+
     def test_no_prompts_give_no_rollouts(self) -> None:
         assert InProcessSampler(log_table([1.0]), settings()).sample([], KEY) == []
 

@@ -15,12 +15,14 @@ from etude.axes.legality import Sampling
 from etude.axes.names import Divergence, Estimator, Reduction, Source, Support
 from etude.axes.schedules import Ramp
 from etude.core.objective import Objective, Term
-from etude.core.records import Rollout, Scored
+from etude.core.records import Prompt, Rollout, Scored
 from etude.errors import NonFiniteError, RecipeError
 from etude.models.roles import AbstractStudent
+from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.table import TableBackbone
 from etude.models.teachers import FrozenTeacher
+from etude.runtime.seeds import Key
 from etude.runtime.tracking import describe
 from etude.runtime.world import World
 from etude.testing import CountingTeacher, counting_logits, rollout_of, tiny_backbone
@@ -81,6 +83,39 @@ def weights_of(student: AbstractStudent) -> dict[str, Tensor]:
 
 def table(*probabilities: Sequence[float]) -> Student:
     return Student(TableBackbone(torch.tensor(probabilities, dtype=torch.float64).log().clamp(min=-1000)))
+
+
+class TestWithinTheKeptIds:
+    """From the sampler's rows to prepared ones: all that a renormalised term needs is asked for."""
+
+    STUDENT = ([0.4, 0.4, 0.2], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4])
+    TEACHER = ([0.2, 0.6, 0.2], [0.2, 0.2, 0.6], [0.5, 0.25, 0.25])
+
+    @pytest.mark.parametrize("choice", [{}, {"entropy_share": 0.9}])
+    def test_advantages(self, choice: dict[str, float]) -> None:
+        student = table(*self.STUDENT)
+        term = Term("within", support=Support.SAMPLED, estimator=Estimator.POLICY_GRADIENT, renormalise=True, **choice)
+        settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=2, max_new_tokens=6, stop_ids=())
+        objective = Objective([term], sampling=Sampling(top_k=2))
+        assert (objective.needs_kept_sets, objective.needs_student_kept_mass) == (True, True)
+        sampler = InProcessSampler(student.backbone, settings, record_kept=objective.needs_kept_sets)
+        prompts = [Prompt(torch.tensor([row % 3]), row) for row in range(4)]
+        rollouts = sampler.sample(prompts, Key(seed=0, purpose="sample", stage=0, round=0))
+        learner = learner_of(student, GOLD)
+        learner.objective = objective
+        scored = score_rows(rollouts, {"teacher": FrozenTeacher("teacher", table(*self.TEACHER).backbone)}, objective)
+        for row in learner.prepare(scored, step=0):
+            assert (row.student_entropy is None) == (not choice)
+            before = row.rollout.token_ids[:-1]
+            for place, (state, drawn) in enumerate(zip(before, row.rollout.completion_ids, strict=True)):
+                kept = [[0, 1], [1, 2], [0, 1, 2]][state]  # two ids tie at the last state's cut and stay together
+                q, p = (side[state][drawn] / sum(side[state][v] for v in kept) for side in (self.STUDENT, self.TEACHER))
+                assert row.advantages is not None
+                assert row.advantages[0, place].item() == pytest.approx(-math.log(q / p), abs=1e-5)
+
+    def test_a_differentiated_term_asks_for_no_pass_of_the_student(self) -> None:
+        objective = Objective([Term("k2", support=Support.SAMPLED, renormalise=True)], sampling=Sampling(top_k=2))
+        assert (objective.needs_kept_sets, objective.needs_student_kept_mass) == (True, False)
 
 
 class TestMicroBatches:

@@ -39,6 +39,7 @@ class Gives(StrEnum):
     HIDDEN_STATES = "hidden_states"  # last hidden states, with the head kept beside: exact full vocabulary
     LABELS = "labels"  # the one-hot teacher: the row's own ids are the mark
     REWARDS = "rewards"  # the verifier: one number for the whole row
+    KEPT_MASS = "kept_mass"  # log of the probability on the ids each completion id was drawn from
 
 
 class Support(StrEnum):

@@ -56,6 +56,9 @@ def prepare(
             a term compares its rows.
     """
     masks = [[_mask(term, row, step) for term in terms] for row in scored]
+    for row, of_row in zip(scored, masks, strict=True):
+        for term, mask_C in zip(terms, of_row, strict=True):
+            _require_kept(term, row, mask_C)
     # Before tokens are chosen: which rows are compared does not depend on what is worth training in them.
     rewards = [_rewards(term, scored, [of_row[j] for of_row in masks], total, gather) for j, term in enumerate(terms)]
     candidates = [torch.tensor([int(mask_C.sum()) for mask_C in of_row]) for of_row in masks]
@@ -142,7 +145,20 @@ def log_ratios(term: Term, row: Scored) -> Tensor:
     if row.student_logprobs is None:
         raise RecordError(_lacking(term, term.teacher, row))
     _require_behaviour(term, row)
-    return estimators.log_ratio(student_logprobs=row.student_logprobs, teacher_logprobs=target_C)
+    student_C = row.student_logprobs
+    if term.renormalise:
+        if row.student_kept_mass is None:
+            raise RecordError(_lacking(term, term.teacher, row))
+        student_C = student_C - row.student_kept_mass
+    return estimators.log_ratio(student_logprobs=student_C, teacher_logprobs=target_C)
+
+
+def _require_kept(term: Term, row: Scored, mask_C: Tensor) -> None:
+    if term.renormalise and row.rollout.kept_ids is None and bool(mask_C.any()):
+        raise RecordError(
+            f"term '{term.name}' is renormalised over the ids that the sampler kept, and row "
+            f"{row.rollout.prompt.row} carries none; take them from the sampler that wrote it"
+        )
 
 
 def _require_behaviour(term: Term, row: Scored) -> None:
@@ -154,16 +170,21 @@ def _require_behaviour(term: Term, row: Scored) -> None:
 
 
 def _drawn_logprobs(term: Term, teacher: str, row: Scored) -> Tensor:
-    """[C] what a teacher says of the drawn tokens."""
+    """[C] what a teacher says of the drawn tokens, within the kept ids where the term is renormalised."""
     scores = row.scores.get(teacher)
     if scores is None or scores.sampled_logprobs is None:
         raise RecordError(_lacking(term, teacher, row))
-    return scores.sampled_logprobs
+    if not term.renormalise:
+        return scores.sampled_logprobs
+    if scores.kept_mass is None:
+        raise RecordError(_lacking(term, teacher, row))
+    return scores.sampled_logprobs - scores.kept_mass
 
 
 def _lacking(term: Term, teacher: str, row: Scored) -> str:
+    kept = " (and what both have on the kept ids)" if term.renormalise else ""
     return (
-        f"term '{term.name}' needs the log-probabilities of student and teacher '{teacher}' for row "
+        f"term '{term.name}' needs the log-probabilities of student and teacher '{teacher}'{kept} for row "
         f"{row.rollout.prompt.row}; the row has scores of {sorted(row.scores)}"
     )
 

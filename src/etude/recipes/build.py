@@ -66,7 +66,11 @@ def build(
     for line in (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
         tracker.say(line)
     own = InProcessSampler(
-        student.backbone, settings, dtype=device.sampler_dtype, rows_per_batch=recipe.sampler.rows_per_batch
+        student.backbone,
+        settings,
+        dtype=device.sampler_dtype,
+        rows_per_batch=recipe.sampler.rows_per_batch,
+        record_kept=objective.needs_kept_sets,
     )
     teachers: dict[str, AbstractTeacher] = {**frozen}
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs, stage)

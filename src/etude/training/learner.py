@@ -121,7 +121,13 @@ class Learner:
                 row.with_prepared(student_logprobs=logprobs_C, student_entropy=entropy_C)
                 for row, (logprobs_C, entropy_C) in zip(scored, marks, strict=True)
             ]
-        elif self.objective.needs_student_logprobs:
+        if self.objective.needs_student_kept_mass:
+            marks = self.student.logprobs_and_kept_masses([row.rollout for row in scored], self.objective.temperature)
+            scored = [
+                row.with_prepared(student_logprobs=logprobs_C, student_kept_mass=mass_C)
+                for row, (logprobs_C, mass_C) in zip(scored, marks, strict=True)
+            ]
+        elif self.objective.needs_student_logprobs and not self.objective.needs_student_entropy:
             logprobs = self.student.logprobs([row.rollout for row in scored], self.objective.temperature)
             scored = [row.with_prepared(student_logprobs=lp) for row, lp in zip(scored, logprobs, strict=True)]
         return self.objective.prepare(scored, step=step, total=self.world.sum, gather=self.world.gather)

@@ -70,6 +70,13 @@ class TermConfig(Noun):
         default=None,
         description="What stands for the other ids: one bucket, nothing (truncate, renormalise), or the drawn token.",
     )
+    renormalise: Annotated[bool, OnlyWhen('support is "sampled"', lambda term: term.support is Support.SAMPLED)] = (
+        Field(
+            default=False,
+            description="Rescale both sides to sum to one over the ids that sampler.top_p and top_k left to draw each "
+            "token from.",
+        )
+    )
     divergence: Word[Divergence] = Field(
         default=Divergence.REVERSE_KL,
         description="What is measured at each token. reverse_kl, KL(student || teacher): do what the teacher would.",

@@ -112,6 +112,12 @@ TERMS = [
     Term("whitened", **REWARDS, whiten=True, advantage_clip=1.0, disagreement_weight=1.5),
     Term("truncated", **REWARDS, importance=Importance.TRUNCATED, bounds=(0.1, 2.0)),
     Term("masked", **REWARDS, importance=Importance.MASKED, bounds=(0.01, 2.0)),
+    Term("ordinary", left_out_ids={3, 5, 8}),
+    Term("by_writer", source_weights={"student": 0.5, "dataset": 2.0}, reduction=Reduction.SEQUENCE_MEAN),
+    Term("by_verdict", right_weight=2.0, wrong_weight=0.25),
+    Term("right", correctness="right", perplexity_temperature=2.0),
+    Term("wrong", correctness="wrong", perplexity_temperature=0.5),
+    Term("wrong_drawn", **REWARDS, correctness="wrong", perplexity_temperature=1.0),
     Term("judged", **REWARDS, teacher="reward", baseline=Baseline.GROUP, whiten=True, discount=0.9),
 ]
 
@@ -147,7 +153,7 @@ def eight_rows(objective: Objective) -> list[Scored]:
         hidden = torch.randn(length, TEACHER_HIDDEN, generator=generator)
         marks = Scores("teacher", sampled_logprobs=logprobs(length), hidden=hidden)
         rows.append(
-            Scored(written, {"teacher": marks}, student_logprobs=logprobs(length), reward=float(row % 3 == 0) - 0.2)
+            Scored(written, {"teacher": marks}, student_logprobs=logprobs(length), reward=0.9 if row % 3 == 0 else 0.1)
         )
     return objective.prepare(rows)
 

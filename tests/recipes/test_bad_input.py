@@ -204,8 +204,9 @@ def test_rows_that_train_nothing(folder: Path, tmp_path: Path, capsys: pytest.Ca
     sentence = refused(capsys, *words)
     assert sentence == (
         "no token was trained in 2 steps in a row: each of their rows was cut at sampler.max_new_tokens with "
-        "train_truncated = false, or written by somebody no term names in its sources; raise max_new_tokens, train cut "
-        "rows as well, or name who writes"
+        "train_truncated = false, or written by somebody no term names in its sources, or not as right or wrong as "
+        "their correctness asks; raise max_new_tokens, train cut rows as well, name who writes, or train the "
+        "other rows too"
     )
     assert refused(capsys, *words) == sentence  # it is not a run that can be gone on with
     assert main([*map(str, words[:-4]), "--fresh"]) == 0

@@ -216,7 +216,8 @@ class Learner:
             raise RecipeError(
                 f"no token was trained in {self.empty_in_a_row} steps in a row: each of their rows was cut at "
                 "sampler.max_new_tokens with train_truncated = false, or written by somebody no term names in its "
-                "sources; raise max_new_tokens, train cut rows as well, or name who writes"
+                "sources, or not as right or wrong as their correctness asks; raise max_new_tokens, train cut rows as "
+                "well, name who writes, or train the other rows too"
             )
 
     def _count_skipped(self, skipped: bool, norm: float) -> None:

@@ -182,6 +182,10 @@ def test_an_impossible_row_gives_no_nan() -> None:
     assert by_perplexity([math.inf, 2.0, 1.0, 1.0], [0, 0, 1, 1], -1.0).tolist() == [0.0, 2.0, 1.0, 1.0]
 
 
+def test_nobody_to_weigh() -> None:
+    assert by_perplexity([], [], 1.0).shape == (0,)
+
+
 def test_perplexities_that_do_not_fit() -> None:
     for power in (0.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="power of the perplexity is"):

@@ -182,12 +182,9 @@ def perplexity_weights(
         )
     logits_R = -power * _numbers(mean_logprobs_R, "the mean log-probability").double()
     round_N = -power * _numbers(round_logprobs_N, "the mean log-probability of the round").double()
-    weights_R = torch.zeros_like(logits_R)
-    for group in groups_R.unique():
-        compared = round_N[round_groups_N == group]
-        own = groups_R == group
-        weights_R[own] = len(compared) * (logits_R[own] - compared.logsumexp(0)).exp()
-    return weights_R
+    compared_RN = groups_R[:, None] == round_groups_N
+    totals_R = torch.where(compared_RN, round_N, -math.inf).logsumexp(1)
+    return compared_RN.sum(1) * (logits_R - totals_R).exp()
 
 
 # Weights of a token ---------------------------------------------------------------------------------------------------

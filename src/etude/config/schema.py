@@ -112,7 +112,7 @@ class Recipe(Noun):
                     f"terms.{place}: sources = {spelled(term.sources)} trains nothing, rows come from "
                     f"{' and '.join(sorted(self.sampler.writers))}; name one of those"
                 )
-            for source in term.source_weights.weights():
+            for source in term.as_term.source_weights:
                 if source not in self.sampler.writers:
                     raise ValueError(
                         f"terms.{place}: source_weights.{source} does nothing, rows come from "

@@ -204,9 +204,9 @@ class TermConfig(Noun):
         description="Train the tokenizer's special tokens. Off: wherever one was written it leaves the loss and its "
         "count, but for those that end an answer, which are trained as ever.",
     )
-    source_weights: SourceWeightsConfig = Field(
-        default=SourceWeightsConfig(),
-        description="Weights of whole rows by who wrote them; the count stays that of tokens.",
+    source_weights: SourceWeightsConfig | None = Field(
+        default=None,
+        description="Weights of whole rows by who wrote them; the count stays that of tokens. Left out: alike.",
     )
     correctness: Annotated[
         Word[Correctness] | None, OnlyWhen('teacher is not "reward"', lambda term: term.teacher != REWARD)
@@ -274,7 +274,7 @@ class TermConfig(Noun):
         But for `train_special`, in whose place a term has the ids, which only the tokenizer knows.
         """
         values = {name: ramp_of(getattr(self, name)) for name in type(self).model_fields}
-        return values | {"source_weights": self.source_weights.weights()}
+        return values | {"source_weights": self.source_weights.weights() if self.source_weights else {}}
 
     @property
     def as_term(self) -> TermValues:

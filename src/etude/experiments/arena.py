@@ -23,6 +23,7 @@ from etude.models.backbone import TransformersBackbone, load_backbone
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.teachers import FrozenTeacher
+from etude.recipes.record import record
 from etude.recipes.run import Summary, train
 from etude.runtime.seeds import Key
 from etude.runtime.world import World
@@ -109,7 +110,13 @@ class Arena:
             "checkpoint": {"every": 0, "keep": 1},
             "device": {"device": "cpu", "threads": 1},
         }
-        return train(load_recipe(recipe | dict(settings)), fresh=True, quiet=quiet)
+        checked = load_recipe(recipe | dict(settings))
+        if checked.sampler.recorded is not None:  # into the arena's folder, whatever the method calls it
+            place = json.dumps(str(self.folder / f"{name}-recording"))
+            places = [f"sampler.recorded={place}", f"teacher.scores={place}"]
+            checked = load_recipe(recipe | dict(settings), places)
+            record(checked, quiet=quiet)
+        return train(checked, fresh=True, quiet=quiet)
 
     def warm_start(self) -> str:
         """The base student after a few steps of cross-entropy on the teacher's routes."""

@@ -241,7 +241,10 @@ class CachedTeacher(AbstractTeacher):
         self.store.require(temperature=temperature)
         keys = [key_of(rollout) for rollout in rollouts]
         found = self.store.get(self.name, keys, needs)
-        missing = {key: rollout for key, rollout in zip(keys, rollouts, strict=True) if key not in found}
+        missing: dict[bytes, Rollout] = {}
+        for key, rollout in zip(keys, rollouts, strict=True):
+            if key not in found:
+                missing.setdefault(key, rollout)
         if missing:
             found |= self._scored(missing, self.store.kinds or needs, temperature)
         unasked = {field: None for kind, field in _FIELDS.items() if kind not in needs}

@@ -141,7 +141,7 @@ def _write(recipe: Recipe, recorder: Recorder, data: Data, device: Device, count
 def _mark(
     recipe: Recipe, recorder: Recorder, store: ScoreStore, data: Data, device: Device, count: int, tracker: Tracker
 ) -> None:
-    """The teacher's scores of every row without one; where the recipe mixes in the data's own rows, of those as well."""
+    """The teacher's scores of every row without one; and of the data's own rows, where the recipe mixes them in."""
     gc.collect()  # the student's modules hang together in circles; they must go before the teacher comes
     model = load_teacher(recipe, device)
     assert model is not None  # asked for before

@@ -334,9 +334,10 @@ class TestRefused:
 
 
 def test_the_shipped_recipe(tmp_path: Path) -> None:
-    """Both commands of its header, with a few walks each; the second without the teacher."""
+    """Its own commands, with a few walks each by the student before it is fine-tuned; the last without the teacher."""
     folder = f'"{tmp_path}/recording"'
-    changes = [f"sampler.recorded={folder}", f"teacher.scores={folder}", "train.steps=2", "train.prompts_per_round=8"]
+    places = [f"sampler.recorded={folder}", f"teacher.scores={folder}", "student.model=etude:maze-student"]
+    changes = [*places, "train.steps=2", "train.prompts_per_round=8"]
     record(load_recipe("lightning", changes), quiet=True)
     alone = [*changes, "teacher.model=", "evaluation.prompts=8", f'output="{tmp_path}/run"', "device.threads=1"]
     summary = train(load_recipe("lightning", alone), quiet=True)

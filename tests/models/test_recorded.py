@@ -118,6 +118,7 @@ class TestRecorder:
             RecipeError, match=r"in another way \(sampler.temperature: 1.3 there, 1.0 now\); name another"
         ):
             Recorder(tmp_path, FACTS | {"sampler.temperature": 1.0})
+        assert Recorder(tmp_path, FACTS | {"student": "the same under another name"}).has(0)
 
     def test_a_damaged_beginning(self, tmp_path: Path) -> None:
         recorded(tmp_path)

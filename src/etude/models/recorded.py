@@ -23,6 +23,7 @@ from etude.runtime.seeds import Key
 
 FORMAT = 1  # of the manifest and the folders; a reader refuses another one
 MANIFEST, BEGUN, ROUNDS = "recording.json", "begun.json", "rounds"
+NAME = "student"  # the fact that is said to people and never compared: weights have a hash
 Facts = Mapping[str, Any]  # JSON values: how rows were written and by whom
 
 
@@ -66,7 +67,7 @@ class Recording:
     def describe(self) -> str:
         """What is in it, for a person."""
         return (
-            f"{self.rounds} rounds of {self.facts['rows']} rows by {self.facts['student']}, made {self.made}, in "
+            f"{self.rounds} rounds of {self.facts['rows']} rows by {self.facts[NAME]}, made {self.made}, in "
             f"{self.folder}"
         )
 
@@ -161,7 +162,9 @@ def _folder_of(folder: Path, number: int) -> Path:
 
 def _require_same(folder: Path, there: Facts, now: Facts, cure: str) -> None:
     differing = [
-        f"{key}: {_short(there.get(key))} there, {_short(now[key])} now" for key in now if there.get(key) != now[key]
+        f"{key}: {_short(there.get(key))} there, {_short(now[key])} now"
+        for key in now
+        if key != NAME and there.get(key) != now[key]
     ]
     if differing:
         raise RecipeError(f"the recording in {folder} was made in another way ({'; '.join(differing)}); {cure}")

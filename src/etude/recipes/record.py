@@ -20,7 +20,7 @@ from etude.errors import PairError, RecipeError
 from etude.models.cache import CachedTeacher, ScoreStore
 from etude.models.fingerprint import weights_hash
 from etude.models.mixture import DatasetSampler
-from etude.models.recorded import Recorder, Recording
+from etude.models.recorded import NAME, Recorder, Recording
 from etude.models.sampling import InProcessSampler
 from etude.recipes.build import (
     TEACHER,
@@ -106,7 +106,7 @@ def _facts(recipe: Recipe, data: Data, device: Device) -> dict[str, object]:
     """How the rows are written and by whom: all that a row depends on."""
     config = recipe.student
     return {
-        "student": config.model,
+        NAME: config.model,
         "student's weights": weights_hash(config.model),
         "student.keep_layers": None if config.keep_layers is None else list(config.keep_layers),
         "sampler.dtype": device.sampler_dtype,

@@ -53,3 +53,12 @@ def test_which_id_means_which_token() -> None:
     assert vocabulary_hash(word_tokenizer()) != vocabulary_hash(word_tokenizer(26))
     assert special_ids(word_tokenizer()) == {"bos": 1, "eos": 2, "pad": 0}
     assert special_ids(word_tokenizer(pad_is_eos=True)) == {"bos": 1, "eos": 2, "pad": 2}
+
+
+def test_a_model_on_the_hub_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes: list[str] = []
+    for commit in ("1f", "2e", "1f"):
+        path = f"cache/models--owner--model/snapshots/{commit}/config.json"
+        monkeypatch.setattr("etude.models.folders.cached_file", lambda name, file, path=path: path)
+        hashes.append(weights_hash("owner/model"))
+    assert hashes[0] == hashes[2] != hashes[1]

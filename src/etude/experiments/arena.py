@@ -7,6 +7,7 @@ trains through the ordinary Python door, `etude.train`, one recipe a way. The qu
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,7 @@ class Arena:
             place = json.dumps(str(self.folder / f"{name}-recording"))
             places = [f"sampler.recorded={place}", f"teacher.scores={place}"]
             checked = load_recipe(recipe | dict(settings), places)
+            shutil.rmtree(self.folder / f"{name}-recording", ignore_errors=True)  # of an earlier run, as below
             record(checked, quiet=quiet)
         return train(checked, fresh=True, quiet=quiet)
 

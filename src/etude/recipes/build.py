@@ -154,8 +154,8 @@ def from_disk(recording: Recording | None, scores: ScoreStore | None, has_teache
     """What is said about rows and scores that were made beforehand."""
     if recording is not None:
         yield f"recorded rows: {recording.describe()}"
-    if scores is not None and scores.kinds:
-        yield f"stored scores: {scores.describe()}"
+    if scores is not None:
+        yield f"stored scores: {scores.describe()}" if scores.kinds else f"scores will be stored in {scores.folder}"
     if scores is not None and not has_teacher_model:
         yield (
             "no teacher's weights are loaded: the held-out divergence is left out, and a row without a stored score "

@@ -227,7 +227,7 @@ class CachedTeacher(AbstractTeacher):
         self.store = store
         self.name = name
         self.gives = store.kinds if inner is None else store.kinds or inner.gives
-        self._head = store.head(device) if inner is None else inner.head()
+        self._head = store.head(device) if inner is None else None
 
     def score(self, rollouts: Sequence[Rollout], needs: frozenset[Gives], temperature: float) -> list[Scores]:
         """Marks in the rollouts' order, with exactly the needed fields; equal rows have equal marks, bit for bit.
@@ -252,7 +252,7 @@ class CachedTeacher(AbstractTeacher):
 
     def head(self) -> OutputHead | None:
         """The stored head where there is no teacher, else the teacher's own."""
-        return self._head
+        return self._head if self.inner is None else self.inner.head()
 
     def _scored(
         self, missing: Mapping[bytes, Rollout], kinds: frozenset[Gives], temperature: float

@@ -16,6 +16,8 @@ TARGETS = {
     "quickstart-tune",
     "when-it-helps",
     "methods-table",
+    "against-rl",
+    "estimator-bias",
     "maze-models",
     "smollm2-controls",
     "legality-page",

@@ -27,7 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     def note(name: str) -> Any:
         return lambda *args, **options: noted.append((name, args, options)) or f"{name} was called"
 
-    for module, names in {"run": ("train", "check"), "export": ("export",)}.items():
+    for module, names in {"run": ("train", "check"), "export": ("export",), "record": ("record",)}.items():
         stand_in = ModuleType(f"etude.recipes.{module}")
         stand_in.__dict__.update({name: note(name) for name in names})
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
@@ -252,6 +252,30 @@ def test_methods(capsys: pytest.CaptureFixture[str]):
     assert "arXiv 2306.13649" in capsys.readouterr().out
     assert main(["methods", "--legality"]) == 0
     assert capsys.readouterr().out == legality_page()
+
+
+def test_record_names_one_folder_for_rows_and_scores(calls: list[Any]):
+    assert main(["record", "maze", "--rounds", "3", "seed=1"]) == 0
+    (_, (recipe,), options) = calls[0]
+    assert options == {"rounds": 3, "quiet": False}
+    assert (recipe.sampler.recorded, recipe.teacher.scores, recipe.seed) == ("recordings/maze",) * 2 + (1,)
+
+
+def test_record_goes_where_the_recipe_or_the_person_says(calls: list[Any]):
+    assert main(["record", "lightning", "--quiet"]) == 0
+    assert main(["record", "lightning", "teacher.scores=there"]) == 0
+    assert main(["record", "lightning", "--output", "there"]) == 0
+    found = [(recipe.sampler.recorded, recipe.teacher.scores) for _, (recipe,), _ in calls]
+    assert found == [("recordings/lightning",) * 2, ("recordings/lightning", "there"), ("there",) * 2]
+    assert calls[0][2] == {"rounds": None, "quiet": True}
+
+
+def test_what_cannot_be_trained_from_a_recording_is_not_recorded(calls: list[Any], capsys: pytest.CaptureFixture[str]):
+    assert 'terms.0 ("reverse_kl") is refused (uncorrected-replay): replayed or recorded tokens' in refused(
+        capsys, "record", "maze", "terms.0.support=sampled", "sampler.temperature=1.0"
+    )
+    assert refused(capsys, "record").startswith("a recipe is needed first")
+    assert calls == []
 
 
 def test_export(calls: list[Any], capsys: pytest.CaptureFixture[str]):

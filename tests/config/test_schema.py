@@ -220,6 +220,35 @@ def test_name_and_output():
             },
             'sampler.other = "teacher" lets the teacher write and there is no [teacher]',
         ),
+        ({"teacher.model": None, "teacher.dtype": "auto"}, "found neither model nor scores; name the teacher's model"),
+        (
+            {"teacher": {"model": None, "scores": "s", "dtype": "bfloat16"}},
+            'dtype = "bfloat16" does nothing here, it counts only when model is given',
+        ),
+        (
+            {"teacher": {"model": None, "scores": "s"}, "sampler.teacher_share": 0.5},
+            "let the teacher write with the student and [teacher] has stored scores only; name its model",
+        ),
+        (
+            {"teacher": {"model": None, "scores": "s"}, "sampler": {"student_fraction": 0.5, "other": "teacher"}},
+            'sampler.other = "teacher" lets the teacher write and [teacher] has stored scores only',
+        ),
+        (
+            {
+                "teacher": {"model": None, "scores": "s"},
+                "sampler": {"student_fraction": 0.5, "adaptive": {"rise": 0.1}},
+            },
+            "follows the held-out divergence from the teacher and [teacher] has stored scores only",
+        ),
+        (
+            {"sampler": {"recorded": "r", "replay_fraction": 0.5}},
+            "replay_fraction is about rows that are written, and recorded hands them out; remove one",
+        ),
+        ({"sampler": {"recorded": "r", "teacher_top_k": 5}}, "teacher_top_k is about rows that are written"),
+        (
+            {"sampler": {"recorded": "r", "student_fraction": 0.0}},
+            "recorded is about the student's rows and there are none; remove it",
+        ),
         ({"terms.0": REWARDED}, 'terms.0 ("reward") trains on a reward and nobody judges the answers; write data.ver'),
         (
             {"terms.0": REWARDED | {"baseline": "group"}, "data.verifier": "exact"},
@@ -363,3 +392,12 @@ def test_supervised_fine_tuning_needs_no_teacher():
 def test_who_asks_the_reference(changes: dict[str, Any], asked: bool):
     """At a power of 1 its table may stay, for the sake of a sweep."""
     assert recipe(changes).asks_reference == asked
+
+
+def test_recorded_rows_are_an_older_students():
+    assert recipe({"sampler.recorded": "r"}).sampling == Sampling(stale=True)
+
+
+def test_stored_scores_do_without_the_teachers_weights():
+    alone = recipe({"teacher": {"model": None, "scores": "s"}})
+    assert (alone.has_teacher_model, recipe().has_teacher_model) == (False, True)

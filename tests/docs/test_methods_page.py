@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "methods.md").read_text(encoding="utf-8")
 ENTRIES = re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", PAGE, flags=re.MULTILINE | re.DOTALL)
 PARTS = ("When", "Numbers", "Reference")
-LEAST = {"student": {"model": "s"}, "teacher": {"model": "t"}, "data": {"prompts": "/p.jsonl", "verifier": "exact"}}
+LEAST = {"student.model": "s", "teacher.model": "t", "data.prompts": "/p.jsonl", "data.verifier": "exact"}
 
 
 def entry(name: str) -> str:

@@ -24,8 +24,10 @@ from etude.config.schema import Recipe
 from etude.core.objective import Objective, Term
 from etude.core.records import Rollout
 from etude.errors import CheckpointError
+from etude.models.cache import ScoreStore
 from etude.models.student import Student
 from etude.models.teachers import FrozenTeacher
+from etude.recipes.record import record
 from etude.recipes.run import train
 from etude.runtime.tracking import read_metrics
 from etude.runtime.world import World
@@ -64,6 +66,7 @@ RUN = [
     "optim.epsilon=1e-3",  # Adam's sign of a gradient near 0 would blow rounding up to a whole step
 ]
 STAGES = ["stages.0.method=supervised-kd", "stages.0.train.steps=2", "stages.1.name=mixed", "stages.1.train.steps=2"]
+RECORDED_ROUNDS = 1  # of the run's two, so that the second meets the first one's rows
 LAST, INNER = 4, 3  # steps of the run, and the one in the middle of a round from which it is taken up again
 
 
@@ -104,12 +107,20 @@ def work(world: World, folder: Path, recipe: Recipe) -> None:
     world.barrier()
     train(again, quiet=True)
     train(load_recipe(folder / "recipe.toml", [*STAGES, f"output={recipe.output} in stages"]), quiet=True)
+    train(recorded(folder, recipe), quiet=True)
     others = recipe.model_copy(update={"output": f"{recipe.output} of others"})
     if Path(others.output).exists():
         train(others, quiet=True)
     if world.size > 1:
         refusal = said_of(others.model_copy(update={"seed": others.seed + 1}))
         assert world.gather_objects([refusal]) == [refusal] * world.size
+
+
+def recorded(folder: Path, recipe: Recipe) -> Recipe:
+    """A run on recorded rows; those of the dataset are marked by whichever process has them, into one store."""
+    places = [f'{key}="{folder}/recording"' for key in ("sampler.recorded", "teacher.scores")]
+    fresh = ["sampler.replay_fraction=0", "sampler.replay_capacity="]
+    return load_recipe(folder / "recipe.toml", [*places, *fresh, f"output={recipe.output} recorded"])
 
 
 def said_of(recipe: Recipe) -> str:
@@ -138,6 +149,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for folder in (one, two):
         recipe = load_recipe(settings | {"output": str(folder / "run")}, RUN)
         (folder / "recipe.toml").write_text(dump_toml(recipe), encoding="utf-8")
+        record(recorded(folder, recipe), rounds=RECORDED_ROUNDS, quiet=True)
     work(World(), one, load_recipe(one / "recipe.toml"))
     recipes = [load_recipe(folder / "recipe.toml") for folder in (one, two)]
     others = [recipe.model_copy(update={"output": f"{recipe.output} of others"}) for recipe in recipes]
@@ -197,6 +209,18 @@ def test_a_run_in_stages(folders: tuple[Path, Path]) -> None:
         one, two = (load_file(folder / student) for folder in folders)
         for weight, value in one.items():
             torch.testing.assert_close(two[weight], value, atol=1e-6, rtol=1e-6)
+
+
+def test_a_run_on_recorded_rows(folders: tuple[Path, Path]) -> None:
+    run = Path("run recorded")
+    one, two = (
+        load_file(folder / run / f"checkpoints/step-{LAST:06d}/student/model.safetensors") for folder in folders
+    )
+    for weight, value in one.items():
+        torch.testing.assert_close(two[weight], value, atol=1e-6, rtol=1e-6)
+    stores = [ScoreStore(folder / "recording/scores/teacher") for folder in folders]
+    assert len(stores[0]) == len(stores[1])
+    assert len(list((folders[1] / "recording/scores/teacher").glob("scores-*"))) > 1
 
 
 def test_rows_are_replayed(folders: tuple[Path, Path]) -> None:

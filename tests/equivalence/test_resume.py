@@ -13,6 +13,7 @@ import pytest
 
 from etude.config.load import dump_toml, load_recipe
 from etude.config.schema import Recipe
+from etude.recipes.record import record
 from etude.recipes.run import train
 from etude.testing import Kind, tiny_recipe
 
@@ -145,6 +146,21 @@ VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
         ["sampler.samples_per_prompt=3", f"data.verifier={__name__}:short", "train.prompts_per_round=2"],
     ),
 }
+RECORDED = "recorded rows, some of them marked beforehand"
+VARIANTS[RECORDED] = (
+    "llama",
+    [
+        {
+            "name": "clipped",
+            "support": "sampled",
+            "estimator": "policy_gradient",
+            "importance": "ppo_clip",
+            "sources": ["student"],
+        },
+        {"divergence": "forward_kl"},
+    ],
+    [],
+)
 REMEMBERING = [name for name in VARIANTS if "replay" in name]
 
 
@@ -153,7 +169,12 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A run that was never interrupted, with a checkpoint of every step."""
     kind, terms, changes = VARIANTS[request.param]
     settings = tiny_recipe(tmp_path_factory.mktemp("whole"), kind) | {"terms": terms}
+    if request.param == RECORDED:
+        recording = tmp_path_factory.mktemp("recording")
+        changes = [*changes, f'sampler.recorded="{recording}"', f'teacher.scores="{recording}"']
     recipe = load_recipe(settings, [*COMMON, *changes])
+    if request.param == RECORDED:
+        record(recipe, rounds=2, quiet=True)  # of three; the dataset's rows of the third are marked as it goes
     train(recipe, quiet=True)
     return recipe
 

@@ -153,6 +153,16 @@ def test_an_interrupted_table_goes_on(
     assert all(0 < entry["found"]["score"]["entropy"] < 5 for entry in found)
 
 
+@pytest.mark.usefixtures("small")
+def test_a_method_that_needs_a_recording_gets_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    words = ["--seeds", "1", "--steps", "2", "--output", str(tmp_path), "--methods", "lightning"]
+    assert methods_table.main(words) == 0
+    torch.set_num_threads(threads)
+    assert "lightning" in capsys.readouterr().out
+    assert (tmp_path / "seed-0" / "lightning-recording" / "recording.json").exists()
+
+
 def test_an_unknown_method_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         methods_table.main(["--methods", "gdk"])

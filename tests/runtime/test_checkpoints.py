@@ -17,8 +17,14 @@ from etude.runtime.checkpoints import (
     MANIFEST,
     Checkpoint,
     CheckpointStore,
+    files_of,
     load_tensors,
     pack_optimizer,
+    put_file,
+    put_folder,
+    put_manifest,
+    read_manifest,
+    require_files,
     save_tensors,
     unpack_optimizer,
 )
@@ -424,3 +430,44 @@ class TestOptimizer:
         wider = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
         with pytest.raises(CheckpointError, match=r"0\.weight has shape \(2, 3\) in the checkpoint.*\(4, 3\)"):
             unpack_optimizer(_adam(wider), dict(wider.named_parameters()), tensors, settings)
+
+
+class TestFilesAndFoldersByThemselves:
+    def test_a_file_is_whole_or_not_there(self, tmp_path: Path) -> None:
+        entry = put_file(tmp_path / "a.bin", lambda aside: aside.write_bytes(b"abc") and None)
+        digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # SHA-256 of "abc", FIPS 180-2
+        assert entry == {"size": 3, "sha256": digest}
+
+        def fail(aside: Path) -> None:
+            aside.write_bytes(b"half")
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            put_file(tmp_path / "b.bin", fail)
+        assert _contents(tmp_path) == {"a.bin": b"abc"}
+
+    def test_a_folder_is_whole_or_not_there(self, tmp_path: Path) -> None:
+        (tmp_path / ".saving-round").mkdir()  # what a killed process left behind
+        put_folder(tmp_path / "round", lambda aside: (aside / "x").write_bytes(b"abc") and None)
+        assert files_of(tmp_path / "round").keys() == {"x"}
+
+        def fail(aside: Path) -> None:
+            (aside / "x").write_bytes(b"half")
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            put_folder(tmp_path / "other", fail)
+        assert {path.name for path in tmp_path.iterdir()} == {"round"}
+
+    def test_a_manifest_says_what_it_said_or_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.json"
+        with pytest.raises(CheckpointError, match="m.json is missing"):
+            read_manifest(path)
+        for values in ({"files": {}}, {"files": {"x": {"size": 1, "sha256": "0"}}}):
+            put_manifest(path, values)
+            assert read_manifest(path) == values
+        with pytest.raises(CheckpointError, match="x is missing"):
+            require_files(tmp_path, read_manifest(path))
+        path.write_text(path.read_text().replace('"size": 1', '"size": 2'))
+        with pytest.raises(CheckpointError, match="m.json is not the one that was written: its hash differs"):
+            read_manifest(path)

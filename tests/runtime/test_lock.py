@@ -3,12 +3,13 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from etude.errors import RecipeError
-from etude.runtime.lock import LOCK_FILE, locked
+from etude.runtime.lock import LOCK_FILE, locked, locked_in_turn
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="nothing is held there")
 
@@ -51,4 +52,32 @@ def test_a_file_system_without_locks_holds_nothing(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("fcntl.flock", flock)
     with locked(tmp_path), locked(tmp_path):
+        pass
+
+
+def test_in_turn_everybody_comes_in(tmp_path: Path) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(5):
+            with locked_in_turn(tmp_path, timeout_s=60):
+                inside.append(number)
+                most.append(len(inside))
+                inside.remove(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 20
+
+
+def test_a_turn_that_does_not_come(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path),
+        pytest.raises(RecipeError, match=r"another process has been writing in .* for 0 s; wait for it, or name"),
+        locked_in_turn(tmp_path, timeout_s=0),
+    ):
         pass

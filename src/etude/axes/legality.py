@@ -427,9 +427,9 @@ RULES: tuple[Rule, ...] = (
         "uncorrected-replay",
         {"age": ("stale",), "importance": ("none", "")},
         "refused",
-        "replayed tokens are those of an older student, and nothing corrects for it",
-        'write estimator = "policy_gradient" with importance = "ratio", replay_fraction = 0, or support = "full" where '
-        "the teacher is a model",
+        "replayed or recorded tokens are those of an older student, and nothing corrects for it",
+        'write estimator = "policy_gradient" with importance = "ratio", let the student write (no replay_fraction, no '
+        'recorded), or write support = "full" where the teacher is a model',
     ),
     Rule(
         "ppo-clip",

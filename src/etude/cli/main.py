@@ -263,6 +263,40 @@ def _methods(words: Sequence[str]) -> int:
     return 0
 
 
+def _record(words: Sequence[str]) -> int:
+    parser = _Parser(
+        "record",
+        "The student as it begins writes a recipe's rounds and the teacher marks them, into one folder that serves as\n"
+        "sampler.recorded and teacher.scores. `etude train` of the recipe with both keys then writes no rollouts, and\n"
+        "with teacher.model= (nothing) loads no teacher. The same command goes on after an interruption.",
+        "RECIPE [key=value ...] [--rounds N] [--output FOLDER] [--quiet]",
+    )
+    _add_recipe(parser)
+    parser.add_argument("--rounds", type=int, metavar="N", help="how many rounds; left out: all of the recipe's")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="left out: the recipe's sampler.recorded, or recordings/ and its name"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    options = parser.parse_intermixed_args(words)
+    source, changes = _required(parser, options.words)
+    from etude.config.load import load_recipe
+
+    recipe = load_recipe(source, changes)
+    folder = options.output or recipe.sampler.recorded or f"recordings/{recipe.name}"
+    # Read once more with its places: what cannot be trained from a recording is refused before there is one.
+    places = {"sampler.recorded": folder}
+    if recipe.teacher is not None and (options.output or recipe.teacher.scores is None):
+        places["teacher.scores"] = folder
+    if recipe.stages is None:
+        recipe = load_recipe(source, [*changes, *(f"{key}={json.dumps(value)}" for key, value in places.items())])
+    from etude.recipes.record import record
+    from etude.runtime.memory import keep_freed_memory
+
+    keep_freed_memory()
+    record(recipe, rounds=options.rounds, quiet=options.quiet)
+    return 0
+
+
 def _export(words: Sequence[str]) -> int:
     parser = _Parser(
         "export", "Write a run's student as a plain folder that transformers loads.", "RUN [--merge] [--to FOLDER]"
@@ -338,6 +372,7 @@ VERBS = {
         lambda words: _experiment(["quickstart", *words]),
     ),
     "train": Verb("train RECIPE [key=value ...]", "train a student, or go on with an interrupted run", _train),
+    "record": Verb("record RECIPE [key=value ...]", "write and mark rollouts once, to train from them", _record),
     "check": Verb("check RECIPE [--config-only]", "all that can be known before step 1", _check),
     "show": Verb("show [RECIPE]", "the shipped recipes; one with all its values and their origin", _show),
     "methods": Verb("methods [NAME]", "the named methods as points of the axes", _methods),

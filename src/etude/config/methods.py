@@ -48,6 +48,8 @@ def _writers(sampler: Mapping[str, Any]) -> str:
         student = f"student within teacher's top {sampler['teacher_top_k']}"
     if "replay_fraction" in sampler:
         student += " with replay"
+    if "recorded" in sampler:
+        student += ", recorded"
     if "adaptive" in sampler:
         return f"{student} from {share:.0%} up, {other}"
     if isinstance(share, Mapping):
@@ -139,6 +141,19 @@ _ROWS = (
         },
         "Lu and Thinking Machines Lab (2025), thinkingmachines.ai/blog/on-policy-distillation",
         "Discount 0 and the importance ratio are the defaults of policy_gradient.",
+    ),
+    Method(
+        "lightning",
+        "the student's rows and the teacher's log-probabilities of them are recorded once; training needs no teacher",
+        {
+            "sampler": {"student_fraction": 1.0, "temperature": 1.0, "recorded": "recording"},
+            "teacher": {"scores": "recording"},
+            "terms": [_term("reverse_kl", **_DRAWN, importance="ppo_clip", clip=0.2)],
+        },
+        "Lightning OPD (2026), arXiv 2604.13010",
+        "`etude record` makes the recording; with teacher.model left out training never loads the teacher. It works "
+        "under teacher consistency only: the teacher must be the one whose text the student was fine-tuned on, and "
+        "the student that records must come out of that. The clip of the ratio to the student that wrote is ours.",
     ),
     Method(
         "imitkd",

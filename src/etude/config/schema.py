@@ -91,7 +91,7 @@ class Recipe(Noun):
             top_p=self.sampler.top_p,
             top_k=self.sampler.top_k,
             joint=self.sampler.joint,
-            stale=self.sampler.replay.highest > 0,
+            stale=self.sampler.replay.highest > 0 or self.sampler.recorded is not None,
             steps_per_round=self.train.updates_per_round * self.train.epochs,
         )
 
@@ -123,24 +123,28 @@ class Recipe(Noun):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
-        if self.teacher is not None or self.stages is not None:
+        if self.has_teacher_model or self.stages is not None:
             return self
         for place, term in enumerate(self.terms):
-            if term.teacher == "teacher":
+            if term.teacher == "teacher" and self.teacher is None:
                 raise ValueError(
                     f'terms.{place} ("{term.name}") compares the student with a teacher and there is no [teacher]; '
                     'name its model, or write teacher = "label" for this term'
                 )
+        lacking = "there is no [teacher]" if self.teacher is None else "[teacher] has stored scores only"
         if self.sampler.joint:
             raise ValueError(
-                "sampler.teacher_share and teacher_top_k let the teacher write with the student and there is no "
-                "[teacher]; name its model"
+                f"sampler.teacher_share and teacher_top_k let the teacher write with the student and {lacking}; name "
+                "its model"
             )
         if self.sampler.other is Source.TEACHER:
-            raise ValueError(
-                'sampler.other = "teacher" lets the teacher write and there is no [teacher]; name its model'
-            )
+            raise ValueError(f'sampler.other = "teacher" lets the teacher write and {lacking}; name its model')
         return self
+
+    @property
+    def has_teacher_model(self) -> bool:
+        """Whether the teacher's weights are loaded: stored scores alone do without."""
+        return self.teacher is not None and self.teacher.model is not None
 
     @model_validator(mode="after")
     def _check_reference(self) -> Self:
@@ -227,10 +231,10 @@ class Recipe(Noun):
     def _check_adaptive(self) -> Self:
         if self.sampler.adaptive is None:
             return self
-        if self.teacher is None:
+        if not self.has_teacher_model:
+            lacking = "there is no [teacher]" if self.teacher is None else "[teacher] has stored scores only"
             raise ValueError(
-                "[sampler.adaptive] follows the held-out divergence from the teacher and there is no [teacher]; name "
-                "its model"
+                f"[sampler.adaptive] follows the held-out divergence from the teacher and {lacking}; name its model"
             )
         if self.evaluation.every == 0:
             raise ValueError(

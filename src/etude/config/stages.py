@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from pydantic import ValidationError
 
 from etude.config.draft import COMMAND_LINE, Draft, Setting
+from etude.config.methods import METHODS
 from etude.config.noun import Idle, spelled
+from etude.config.plain import leaves
 from etude.config.schema import Recipe
 from etude.config.tables.stages import StageConfig
 from etude.errors import RecipeError
@@ -26,6 +28,7 @@ HOW_WRITTEN = frozenset(
     for name in ("temperature", "top_p", "top_k", "max_new_tokens", "samples_per_prompt", "dtype", "rows_per_batch")
 ) | {"sampler.stop"}
 SOURCES_OF_PROMPTS = ("data.prompts", "data.dataset", "data.task")
+STORED = ("teacher.scores",)  # outside of [sampler] and the terms, and still a method's to say
 NOT_INHERITED = ("name", "output", "method")
 
 
@@ -58,6 +61,7 @@ def laid_over(whole: Draft, said: Draft, method: Draft | None, recipe_method: st
     if method is not None:
         _remove(draft, (key for key in draft.settings if key.startswith("sampler.") and key not in HOW_WRITTEN))
         _remove(draft, (key for key, one in draft.settings.items() if one.origin == recipe_method))
+        _remove(draft, (key for key in STORED if _is_of_method(whole, key)))
     if method is not None or said.has("terms"):
         draft.remove("terms")
     if any(key in said.settings for key in SOURCES_OF_PROMPTS):
@@ -66,6 +70,13 @@ def laid_over(whole: Draft, said: Draft, method: Draft | None, recipe_method: st
         for setting in layer.settings.values() if layer else ():
             draft.put(setting)
     return draft
+
+
+def _is_of_method(whole: Draft, key: str) -> bool:
+    """Whether the recipe has what its method says there: a recipe written out whole says it itself."""
+    method, said = whole.settings.get("method"), whole.settings.get(key)
+    told = dict(leaves(METHODS[method.value].settings)) if method else {}
+    return said is not None and key in told and said.value == told[key]
 
 
 def _remove(draft: Draft, keys: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ trains through the ordinary Python door, `etude.train`, one recipe a way. The qu
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from etude.models.backbone import TransformersBackbone, load_backbone
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.teachers import FrozenTeacher
+from etude.recipes.record import record
 from etude.recipes.run import Summary, train
 from etude.runtime.seeds import Key
 from etude.runtime.world import World
@@ -109,7 +111,14 @@ class Arena:
             "checkpoint": {"every": 0, "keep": 1},
             "device": {"device": "cpu", "threads": 1},
         }
-        return train(load_recipe(recipe | dict(settings)), fresh=True, quiet=quiet)
+        checked = load_recipe(recipe | dict(settings))
+        if checked.sampler.recorded is not None:  # into the arena's folder, whatever the method calls it
+            place = json.dumps(str(self.folder / f"{name}-recording"))
+            places = [f"sampler.recorded={place}", f"teacher.scores={place}"]
+            checked = load_recipe(recipe | dict(settings), places)
+            shutil.rmtree(self.folder / f"{name}-recording", ignore_errors=True)  # of an earlier run, as below
+            record(checked, quiet=quiet)
+        return train(checked, fresh=True, quiet=quiet)
 
     def warm_start(self) -> str:
         """The base student after a few steps of cross-entropy on the teacher's routes."""

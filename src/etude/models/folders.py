@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 from etude.errors import EtudeError, ModelError
 
@@ -95,6 +96,17 @@ def read_generation_config(name: str) -> GenerationConfig | None:
             return GenerationConfig.from_pretrained(_place(name))
     except OSError:  # how transformers says that there are none
         return None
+
+
+def hub_commit(name: str) -> str:
+    """The commit of a model on the hub, as it lies in the cache.
+
+    Raises:
+        ModelError: it cannot be had.
+    """
+    with _refusing(name, "configuration"):
+        path = cached_file(name, "config.json")
+        return Path(str(path)).parent.name  # the cache keeps each commit in a folder of its name
 
 
 def read_model(engine: Any, name: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:

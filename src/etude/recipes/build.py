@@ -7,7 +7,7 @@ arguments and never sees a recipe.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,10 @@ from etude.core.term import Term
 from etude.errors import PairError, RecipeError
 from etude.models.adaptive import AdaptiveFraction
 from etude.models.backbone import LoraSettings, load_backbone
+from etude.models.cache import CachedTeacher, ScoreStore
 from etude.models.joint import Interleaving, JointSampler, TokenMixture
 from etude.models.mixture import DatasetSampler, MixtureSampler
+from etude.models.recorded import RecordedSampler, Recording
 from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractSampler, AbstractTeacher
 from etude.models.sampling import InProcessSampler, SamplingSettings
@@ -31,6 +33,7 @@ from etude.models.student import Student
 from etude.models.teachers import FrozenTeacher
 from etude.recipes.data import Data, read_data
 from etude.recipes.devices import Device, choose_device, choose_threads
+from etude.recipes.stored import fingerprint, open_recording, open_scores, stored_kinds
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
 from etude.text.vocabulary import real_vocabulary
@@ -57,13 +60,17 @@ def build(
     data = read_data(recipe)
     require_ids(recipe, data)
     objective = objective_of(recipe, data.special_ids)
+    settings = sampling_settings(recipe, data.stop_ids)
+    recording = open_recording(recipe, data, settings)
+    scores = open_scores(recipe, TEACHER, objective.needs(TEACHER), data, device)
     student = load_student(recipe, device)
-    teacher = load_teacher(recipe, device)
+    require_window(student, recording)
+    teacher = load_teacher(recipe, device)  # None: there is none, or its stored scores are all there is of it
     reference = load_reference(recipe, device, start) if REFERENCE in objective.teachers else None
     frozen = {model.name: model for model in (teacher, reference) if model is not None}
     choose_threads(recipe.device.threads, num_parameters(student, *frozen.values()))
-    settings = sampling_settings(recipe, data.stop_ids)
-    for line in (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
+    said = (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}")
+    for line in (*said, *from_disk(recording, scores, recipe.has_teacher_model)):
         tracker.say(line)
     own = InProcessSampler(
         student.backbone,
@@ -73,17 +80,20 @@ def build(
         record_kept=objective.needs_kept_sets,
     )
     teachers: dict[str, AbstractTeacher] = {**frozen}
+    if scores is not None:
+        teachers[TEACHER] = CachedTeacher(teacher, scores, name=TEACHER, device=device.name)
+    read = fingerprint(data, recording, scores)
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs, stage)
     return Parts(
         student=student,
-        sampler=sampler_of(recipe, own, teacher),
+        sampler=sampler_of(recipe, own, teacher, recording),
         teachers=teachers,
         objective=objective,
         learner=learner_of(recipe, student, objective, teachers, plan, world, device),
         prompts=partial(data.prompts_of_round, recipe, plan.stage),
         evaluation=evaluation_of(recipe, data, own, teacher, world),
         plan=plan,
-        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device, data)),
+        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device, read)),
         tracker=tracker,
         world=world,
         seed=recipe.seed,
@@ -112,8 +122,10 @@ def term_of(config: TermConfig, special_ids: Collection[int] = ()) -> Term:
 
 def gives_of(recipe: Recipe) -> dict[str, frozenset[Gives]]:
     """What each teacher gives, by name."""
-    models = (TEACHER, REFERENCE) if recipe.teacher else (REFERENCE,)  # the student can always be its own reference
-    return dict.fromkeys(models, FrozenTeacher.gives)
+    gives = {REFERENCE: FrozenTeacher.gives}  # the student can always be its own reference
+    if recipe.teacher is None:
+        return gives
+    return gives | {TEACHER: FrozenTeacher.gives if recipe.has_teacher_model else stored_kinds(recipe, TEACHER)}
 
 
 def require_gives(objective: Objective, gives: Mapping[str, frozenset[Gives]]) -> None:
@@ -149,13 +161,36 @@ def require_ids(recipe: Recipe, data: Data) -> None:
             )
 
 
-def facts_of(settings: SamplingSettings, device: Device, data: Data) -> dict[str, object]:
+def require_window(student: Student, recording: Recording | None) -> None:
+    """Recorded rows must fit the student that reads them."""
+    window = student.backbone.context_window
+    if recording is not None and window is not None and recording.longest > window:
+        raise PairError(
+            f"the longest row of the recording in {recording.folder} has {recording.longest} tokens, and the student "
+            f"reads at most {window}; name another recording, or another student"
+        )
+
+
+def from_disk(recording: Recording | None, scores: ScoreStore | None, has_teacher_model: bool) -> Iterator[str]:
+    """What is said about rows and scores that were made beforehand."""
+    if recording is not None:
+        yield f"recorded rows: {recording.describe()}"
+    if scores is not None:
+        yield f"stored scores: {scores.describe()}" if scores.kinds else f"scores will be stored in {scores.folder}"
+    if scores is not None and not has_teacher_model:
+        yield (
+            "no teacher's weights are loaded: the held-out divergence is left out, and a row without a stored score "
+            "stops the run (teacher.model = ... measures the one and marks the other)"
+        )
+
+
+def facts_of(settings: SamplingSettings, device: Device, read: str) -> dict[str, object]:
     """What the recipe left open and this run decided or found: kept with each checkpoint."""
     return {
         "threads": torch.get_num_threads(),
         "device": asdict(device),
         "sampling": settings.describe(),
-        "data": data.fingerprint,
+        "data": read,
     }
 
 
@@ -188,9 +223,9 @@ def adapters_of(recipe: Recipe) -> LoraSettings | None:
 
 
 def load_teacher(recipe: Recipe, device: Device) -> FrozenTeacher | None:
-    """The frozen model of [teacher], held in the precision it computes in; None where only labels are trained."""
+    """The frozen model of [teacher], held in the precision it computes in; None where it names none."""
     config = recipe.teacher
-    if config is None:
+    if config is None or config.model is None:
         return None
     backbone = load_backbone(
         config.model, dtype=device.teacher_dtype, device=device.name, trust_remote_code=config.trust_remote_code
@@ -230,10 +265,15 @@ def sampling_settings(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingSett
     )
 
 
-def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:
+def sampler_of(
+    recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None, recording: Recording | None = None
+) -> AbstractSampler:
     """Who writes the rows of a round: the student, the dataset, the teacher, or a mixture."""
     config = recipe.sampler
-    writes = replaying(recipe, student_sampler(recipe, own, teacher)) if config.student_writes else None
+    if recording is not None:
+        writes: AbstractSampler | None = RecordedSampler(recording)
+    else:
+        writes = replaying(recipe, student_sampler(recipe, own, teacher)) if config.student_writes else None
     if recipe.sampler.other is Source.TEACHER:
         assert teacher is not None  # the schema asks for [teacher]
         other: AbstractSampler | None = InProcessSampler(

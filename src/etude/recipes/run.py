@@ -24,7 +24,9 @@ from etude import errors
 from etude.config.schema import Recipe
 from etude.errors import CheckpointError, EtudeError, RecipeError
 from etude.recipes.build import (
+    TEACHER,
     build,
+    from_disk,
     gives_of,
     objective_of,
     require_gives,
@@ -35,6 +37,7 @@ from etude.recipes.build import (
 from etude.recipes.data import read_data
 from etude.recipes.devices import choose_device
 from etude.recipes.folder import STAGE_FACT, SUMMARY_FILE, begin, require_places, write_json
+from etude.recipes.stored import open_recording, open_scores
 from etude.runtime.checkpoints import CheckpointStore
 from etude.runtime.lock import locked
 from etude.runtime.tracking import Tracker
@@ -235,7 +238,8 @@ def _restore(parts: Parts, tracker: Tracker, start: Path | None) -> State:
     if checkpoint.info.get("data") != parts.saver.info["data"]:
         raise CheckpointError(
             f"the prompts are not those the run in {parts.saver.folder} began with; "
-            "bring those back, start over with --fresh, or give this run another output"
+            "bring those back (and its recording and stored scores, if it has any), start over with --fresh, or give "
+            "this run another output"
         )
     threads = checkpoint.info["threads"]
     if threads != torch.get_num_threads():
@@ -267,13 +271,17 @@ def _check(recipe: Recipe, world: World) -> str:
     """The same for one stage, its folder aside."""
     objective = objective_of(recipe)
     require_gives(objective, gives_of(recipe))
-    choose_device(recipe, world)
+    device = choose_device(recipe, world)
     data = read_data(recipe)
     require_ids(recipe, data)
+    settings = sampling_settings(recipe, data.stop_ids)
+    recording = open_recording(recipe, data, settings)
+    scores = open_scores(recipe, TEACHER, objective.needs(TEACHER), data, device)
     lines = [
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
-        f"sampling: {sampling_settings(recipe, data.stop_ids).describe()}",
+        f"sampling: {settings.describe()}",
         *objective.warnings,
         *data.warnings,
+        *from_disk(recording, scores, recipe.has_teacher_model),
     ]
     return "\n".join(lines)

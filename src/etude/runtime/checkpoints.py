@@ -169,6 +169,72 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 
 
+# Files and folders that are whole or not there, for stores that are no checkpoints ------------------------------------
+
+
+def put_file(path: Path, write: Callable[[Path], None]) -> dict[str, Any]:
+    """Write one file aside, flush and hash it, and only then give it its name; returns its entry for a manifest."""
+    aside = path.with_name(f"{_SAVING}{path.name}")
+    try:
+        write(aside)
+        entry = _flushed_entry(aside)
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    _flush_folder(path.parent)
+    return entry
+
+
+def put_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder aside, seal it with a manifest of its own, and only then give it its name."""
+    aside = path.with_name(f"{_SAVING}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # what a killed process left behind
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        _seal(aside, {})
+        aside.rename(path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def put_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Put JSON values and a hash of them into a file, in the place of an earlier one, by one rename."""
+    values = _json_values(manifest)
+    text = json.dumps(values | {"manifest_sha256": _digest(values)}, indent=1)
+    put_file(path, lambda aside: _write_text(aside, text))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What `put_manifest` wrote, checked against its own hash. Raises `CheckpointError` with the reason."""
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.pop("manifest_sha256", None) != _digest(manifest):
+        raise CheckpointError(f"{path.name} is not the one that was written: its hash differs")
+    return manifest
+
+
+def require_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` with the reason unless each of a manifest's files is there as it was written."""
+    _check_files(folder, manifest, hashes=True)
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    """The entries of a folder that `put_folder` wrote."""
+    return read_manifest(folder / MANIFEST)["files"]
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
 def pack_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -229,16 +295,21 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
     """Flush every file to the disk and write the manifest last: sizes, hashes, and a hash of the manifest itself."""
     manifest["files"] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        manifest["files"][path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
+        manifest["files"][path.relative_to(folder).as_posix()] = _flushed_entry(path)
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest | {"manifest_sha256": _digest(manifest)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         _flush_folder(path)
+
+
+def _flushed_entry(path: Path) -> dict[str, Any]:
+    """Flush a file to the disk; its size and its hash."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}
 
 
 def _flush_folder(folder: Path) -> None:
@@ -252,14 +323,7 @@ def _flush_folder(folder: Path) -> None:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of one checkpoint, checked against its own hash. Raises `CheckpointError` with the reason."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.pop("manifest_sha256", None) != _digest(manifest):
-        raise CheckpointError(f"{MANIFEST} is not the one that was written: its hash differs")
+    manifest = read_manifest(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"it has format {manifest.get('format')} and this version of etude reads format {FORMAT}")
     if folder.name != _name(manifest["step"]):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from etude.errors import RecipeError
@@ -39,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Its holder may have removed the file between our opening and locking it.
             free = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except BlockingIOError:
+        except (BlockingIOError, FileNotFoundError):  # the second: it was removed between our two looks
             free = False
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
@@ -53,3 +54,26 @@ def locked(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
             if made and folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+
+
+@contextmanager
+def locked_in_turn(folder: Path, timeout_s: float) -> Iterator[None]:
+    """The same, waiting for its turn: for what takes a moment, such as adding to a store that several runs share.
+
+    Raises:
+        RecipeError: another process has held it all the time.
+    """
+    until = time.monotonic() + timeout_s
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked(folder))
+                break
+            except RecipeError:
+                if time.monotonic() > until:
+                    raise RecipeError(
+                        f"another process has been writing in {folder} for {timeout_s:.0f} s; wait for it, or name "
+                        "another folder"
+                    ) from None
+                time.sleep(0.02)
+        yield

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from etude.config.noun import Many, Noun, spelled
+from etude.config.noun import Many, Noun, OnlyWhen, spelled
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -75,12 +75,34 @@ class StudentConfig(Noun):
         return self
 
 
+_OF_MODEL = OnlyWhen("model is given", lambda teacher: teacher.model is not None)
+
+
 class TeacherConfig(Noun):
     """`[teacher]`: who marks; frozen, always in evaluation mode."""
 
-    model: str = Field(description="A name on the hub, a folder, or a shipped model (etude:maze-teacher).")
-    dtype: Precision = Field(default="auto", description="Of weights and products. auto: the student's compute_dtype.")
-    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model folder.")
+    model: str | None = Field(
+        default=None,
+        description="A name on the hub, a folder, or a shipped model (etude:maze-teacher). May be left out where "
+        "scores are stored: the teacher's weights are then never loaded.",
+    )
+    scores: str | None = Field(
+        default=None,
+        description="Folder of stored scores, from where the command is called, as etude record makes it. A row that "
+        "is there is not marked again; another one is, and added. Left out: every row is marked.",
+    )
+    dtype: Annotated[Precision, _OF_MODEL] = Field(
+        default="auto", description="Of weights and products. auto: the student's compute_dtype."
+    )
+    trust_remote_code: Annotated[bool, _OF_MODEL] = Field(
+        default=False, description="Run Python code that comes with the model folder."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.model is None and self.scores is None:
+            raise ValueError("found neither model nor scores; name the teacher's model, or a folder of stored scores")
+        return self
 
 
 class ReferenceConfig(Noun):

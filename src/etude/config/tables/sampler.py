@@ -87,6 +87,13 @@ class SamplerConfig(Noun):
         ge=1,
         description="Optimiser steps after which a row is no longer replayed. Left out: as long as it is kept.",
     )
+    recorded: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of a recording (etude record), from where the command is called: the student's rows and "
+        "their prompts come from it, round for round, and when it ends from its beginning again. Left out: the student "
+        "writes.",
+    )
     temperature: float = Field(
         default=1.0,
         gt=0,
@@ -152,6 +159,7 @@ class SamplerConfig(Noun):
                 f"{self.fraction.highest}; write one number below 1, where it begins"
             )
         self._check_replay()
+        self._check_recorded()
         if not self.student_writes and self.other is Source.DATASET and self.samples_per_prompt > 1:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt} only repeats rows that all come from the dataset; "
@@ -183,3 +191,17 @@ class SamplerConfig(Noun):
             )
         if self.replay.highest > 0 and not self.student_writes:
             raise ValueError("replay_fraction is about the student's rows and it writes none; remove it")
+
+    def _check_recorded(self) -> None:
+        if self.recorded is None:
+            return
+        others = {
+            "replay_fraction": self.replay.highest > 0,
+            "teacher_share": self.teacher_share is not None,
+            "teacher_top_k": self.teacher_top_k is not None,
+        }
+        for key, written in others.items():
+            if written:
+                raise ValueError(f"{key} is about rows that are written, and recorded hands them out; remove one")
+        if not self.student_writes:
+            raise ValueError("recorded is about the student's rows and there are none; remove it")

@@ -135,6 +135,25 @@ class Recipe(Noun):
         return self
 
     @model_validator(mode="after")
+    def _check_own_teacher(self) -> Self:
+        if self.teacher is None or self.stages is not None:
+            return self
+        weights = self.teacher.weights
+        if weights == "base" and self.student.lora is None:
+            raise ValueError(
+                'teacher.weights = "base" is the student with its adapters switched off and it has none; write '
+                '[student.lora], or teacher.weights = "model" with the student\'s model'
+            )
+        writes = self.sampler.joint or self.sampler.other is Source.TEACHER
+        if writes and (weights not in ("model", "ema") or self.teacher.offload):
+            how = "offload = true" if self.teacher.offload else f"weights = {spelled(weights)}"
+            raise ValueError(
+                f"[sampler] lets the teacher write and with teacher.{how} it can only mark; write a teacher.model, "
+                "or let the student write alone"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_reference(self) -> Self:
         named = any(term.teacher == REFERENCE or term.extrapolation is not None for term in self.terms)
         if self.reference is not None and self.stages is None and not named:

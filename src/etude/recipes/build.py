@@ -28,9 +28,12 @@ from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractSampler, AbstractTeacher
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
-from etude.models.teachers import FrozenTeacher
+from etude.models.teachers import FrozenTeacher, InProcessTeacher
 from etude.recipes.data import Data, read_data
 from etude.recipes.devices import Device, choose_device, choose_threads
+from etude.recipes.folder import with_students_of_runs
+from etude.recipes.teachers import Load, backbones, loading_once, require_teacher, teacher_of
+from etude.recipes.teachers import gives_of as gives_of_teacher
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
 from etude.training.evaluation import Evaluation
@@ -48,23 +51,27 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage
     Raises:
         UsageError: something does not fit; the sentence says what, where and what to do.
     """
+    recipe, checkpoints = with_students_of_runs(recipe)
     objective = objective_of(recipe)
     require_gives(objective, gives_of(recipe))
     require_rows(recipe, world)
     device = choose_device(recipe, world)
+    require_teacher(recipe, device)
     data = read_data(recipe)
     student = load_student(recipe, device)
-    teacher = load_teacher(recipe, device)
-    reference = load_reference(recipe, device) if REFERENCE in objective.teachers else None
-    frozen = {model.name: model for model in (teacher, reference) if model is not None}
-    choose_threads(recipe.device.threads, num_parameters(student, *frozen.values()))
+    load = loading_once(load_backbone)
+    teacher = load_teacher(recipe, device, student, load)
+    reference = load_reference(recipe, device, load) if REFERENCE in objective.teachers else None
+    teachers = {model.name: model for model in (teacher, reference) if model is not None}
+    require_gives(objective, {name: model.gives for name, model in teachers.items()})
+    choose_threads(recipe.device.threads, num_parameters(student, *teachers.values()))
     settings = sampling_settings(recipe, data.stop_ids)
-    for line in (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
+    found = [f"{role}.model: {place}" for role, place in checkpoints.items()]
+    for line in (*found, data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
         tracker.say(line)
     own = InProcessSampler(
         student.backbone, settings, dtype=device.sampler_dtype, rows_per_batch=recipe.sampler.rows_per_batch
     )
-    teachers: dict[str, AbstractTeacher] = {**frozen}
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs, stage)
     return Parts(
         student=student,
@@ -75,7 +82,9 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage
         prompts=partial(data.prompts_of_round, recipe, plan.stage),
         evaluation=evaluation_of(recipe, data, own, teacher, world),
         plan=plan,
-        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device, data)),
+        saver=Saver(
+            folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device, data, checkpoints)
+        ),
         tracker=tracker,
         world=world,
         seed=recipe.seed,
@@ -102,8 +111,8 @@ def term_of(config: TermConfig) -> Term:
 
 def gives_of(recipe: Recipe) -> dict[str, frozenset[Gives]]:
     """What each teacher gives, by name."""
-    models = (TEACHER, REFERENCE) if recipe.teacher else (REFERENCE,)  # the student can always be its own reference
-    return dict.fromkeys(models, FrozenTeacher.gives)
+    gives = {REFERENCE: FrozenTeacher.gives}  # the student can always be its own reference
+    return gives if recipe.teacher is None else gives | {TEACHER: gives_of_teacher(recipe.teacher)}
 
 
 def require_gives(objective: Objective, gives: Mapping[str, frozenset[Gives]]) -> None:
@@ -128,19 +137,22 @@ def require_rows(recipe: Recipe, world: World) -> None:
         )
 
 
-def facts_of(settings: SamplingSettings, device: Device, data: Data) -> dict[str, object]:
+def facts_of(
+    settings: SamplingSettings, device: Device, data: Data, checkpoints: Mapping[str, str]
+) -> dict[str, object]:
     """What the recipe left open and this run decided or found: kept with each checkpoint."""
     return {
         "threads": torch.get_num_threads(),
         "device": asdict(device),
         "sampling": settings.describe(),
         "data": data.fingerprint,
+        "checkpoints": dict(checkpoints),
     }
 
 
-def num_parameters(*models: Student | FrozenTeacher) -> int:
+def num_parameters(*models: Student | AbstractTeacher) -> int:
     """Of the largest model."""
-    return max(sum(p.numel() for p in model.backbone.parameters()) for model in models)
+    return max(sum(p.numel() for p in backbone.parameters()) for backbone in backbones(models))
 
 
 def load_student(recipe: Recipe, device: Device) -> Student:
@@ -160,21 +172,18 @@ def load_student(recipe: Recipe, device: Device) -> Student:
     return Student(backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
 
 
-def load_teacher(recipe: Recipe, device: Device) -> FrozenTeacher | None:
-    """The frozen model of [teacher], held in the precision it computes in; None where only labels are trained."""
+def load_teacher(recipe: Recipe, device: Device, student: Student, load: Load) -> AbstractTeacher | None:
+    """Who [teacher] says marks, in the precision it computes in; None where only labels are trained."""
     config = recipe.teacher
     if config is None:
         return None
-    backbone = load_backbone(
-        config.model, dtype=device.teacher_dtype, device=device.name, trust_remote_code=config.trust_remote_code
-    )
-    return FrozenTeacher(TEACHER, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
+    return teacher_of(config, TEACHER, recipe=recipe, device=device, student=student, load=load)
 
 
-def load_reference(recipe: Recipe, device: Device) -> FrozenTeacher:
+def load_reference(recipe: Recipe, device: Device, load: Load) -> FrozenTeacher:
     """The frozen model of [reference]; where it is left out, the student as it begins, without new adapters."""
     config = recipe.reference
-    backbone = load_backbone(
+    backbone = load(
         config.model if config else recipe.student.model,
         dtype=config.dtype if config and config.dtype != "auto" else device.compute_dtype,
         device=device.name,
@@ -196,12 +205,12 @@ def sampling_settings(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingSett
     )
 
 
-def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:
+def sampler_of(recipe: Recipe, own: InProcessSampler, teacher: AbstractTeacher | None) -> AbstractSampler:
     """Who writes the rows of a round: the student, the dataset, the teacher, or a mixture."""
     config = recipe.sampler
     writes = replaying(recipe, student_sampler(recipe, own, teacher)) if config.student_writes else None
     if recipe.sampler.other is Source.TEACHER:
-        assert teacher is not None  # the schema asks for [teacher]
+        assert isinstance(teacher, InProcessTeacher)  # the schema asks for one
         other: AbstractSampler | None = InProcessSampler(
             teacher.backbone, own.settings, source=Source.TEACHER, rows_per_batch=recipe.sampler.rows_per_batch
         )
@@ -226,11 +235,11 @@ def replaying(recipe: Recipe, writes: AbstractSampler) -> AbstractSampler:
     )
 
 
-def student_sampler(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:
+def student_sampler(recipe: Recipe, own: InProcessSampler, teacher: AbstractTeacher | None) -> AbstractSampler:
     """Who writes the student's rows: the student alone, or with the teacher's hand in each token."""
     if not recipe.sampler.joint:
         return own
-    assert teacher is not None  # the schema asks for [teacher]
+    assert isinstance(teacher, InProcessTeacher)  # the schema asks for one
     share, top_k = recipe.sampler.teacher_share, recipe.sampler.teacher_top_k
     together = Interleaving(top_k) if share is None and top_k is not None else TokenMixture(share or 0.0)
     return JointSampler(own, teacher.backbone, together)
@@ -279,16 +288,17 @@ def learner_of(
 
 
 def evaluation_of(
-    recipe: Recipe, data: Data, own: InProcessSampler, teacher: FrozenTeacher | None, world: World
+    recipe: Recipe, data: Data, own: InProcessSampler, teacher: AbstractTeacher | None, world: World
 ) -> Evaluation:
     """Held-out measurements: the student's own distribution, whatever the recipe samples with."""
     plain = replace(own.settings, temperature=1.0, top_p=1.0, top_k=0)
     greedy = data.verify is not None and recipe.evaluation.greedy
+    compared = teacher is not None and Gives.HIDDEN_STATES in teacher.gives  # over the whole vocabulary
     return Evaluation(
         data.held_out,
         sampler=own.with_settings(plain),
         greedy_sampler=own.with_settings(replace(plain, temperature=0.0)) if greedy else None,
-        teacher=teacher,
+        teacher=teacher if compared else None,
         verify=data.verify,
         decode=data.decode,
         seed=recipe.seed,

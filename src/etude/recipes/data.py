@@ -78,7 +78,7 @@ def read_data(recipe: Recipe) -> Data:
     cards = {"student": read_card(recipe.student.model, trust_remote_code=recipe.student.trust_remote_code)}
     tokenizer = cards["student"].tokenizer
     warnings: tuple[str, ...] = ()
-    if recipe.teacher is not None:
+    if recipe.teacher is not None and recipe.teacher.model is not None:
         cards["teacher"] = read_card(recipe.teacher.model, trust_remote_code=recipe.teacher.trust_remote_code)
         warnings = require_same(tokenizer, cards["teacher"].tokenizer)
     if recipe.reference is not None and recipe.asks_reference:

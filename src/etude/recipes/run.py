@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +26,15 @@ from etude.errors import CheckpointError, EtudeError, RecipeError
 from etude.recipes.build import build, gives_of, objective_of, require_gives, require_rows, sampling_settings
 from etude.recipes.data import read_data
 from etude.recipes.devices import choose_device
-from etude.recipes.folder import STAGE_FACT, SUMMARY_FILE, begin, require_places, write_json
+from etude.recipes.folder import (
+    STAGE_FACT,
+    SUMMARY_FILE,
+    begin,
+    require_places,
+    with_students_of_runs,
+    write_json,
+)
+from etude.recipes.teachers import require_teacher
 from etude.runtime.checkpoints import CheckpointStore
 from etude.runtime.lock import locked
 from etude.runtime.tracking import Tracker
@@ -228,6 +236,12 @@ def _restore(parts: Parts, tracker: Tracker, start: Path | None) -> State:
             f"the prompts are not those the run in {parts.saver.folder} began with; "
             "bring those back, start over with --fresh, or give this run another output"
         )
+    before, now = (info.get("checkpoints", {}) for info in (checkpoint.info, parts.saver.info))
+    if before != now:
+        raise CheckpointError(
+            f"{parts.saver.folder} began with other checkpoints as models ({_listed(before)} then, {_listed(now)} "
+            "now); bring those back, name the step, start over with --fresh, or give this run another output"
+        )
     threads = checkpoint.info["threads"]
     if threads != torch.get_num_threads():
         tracker.say(
@@ -236,7 +250,11 @@ def _restore(parts: Parts, tracker: Tracker, start: Path | None) -> State:
         )
     tracker.say(f"going on after step {checkpoint.step}")
     tracker.truncate_after(checkpoint.step)
-    return parts.saver.restore(checkpoint, parts.student, parts.learner, parts.sampler)
+    return parts.saver.restore(checkpoint, parts.student, parts.learner, parts.sampler, parts.teachers)
+
+
+def _listed(checkpoints: Mapping[str, str]) -> str:
+    return ", ".join(f"{role}: {place}" for role, place in checkpoints.items()) or "none"
 
 
 def check(recipe: Recipe) -> str:
@@ -256,11 +274,13 @@ def check(recipe: Recipe) -> str:
 
 def _check(recipe: Recipe, world: World) -> str:
     """The same for one stage, its folder aside."""
+    recipe, checkpoints = with_students_of_runs(recipe)
     objective = objective_of(recipe)
     require_gives(objective, gives_of(recipe))
-    choose_device(recipe, world)
+    require_teacher(recipe, choose_device(recipe, world))
     data = read_data(recipe)
     lines = [
+        *(f"{role}.model: {place}" for role, place in checkpoints.items()),
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
         f"sampling: {sampling_settings(recipe, data.stop_ids).describe()}",
         *objective.warnings,

@@ -36,8 +36,8 @@ class StudentConfig(Noun):
     """`[student]`: who learns."""
 
     model: str = Field(
-        description="A name on the hub, a folder, a run's folder (its student), or a shipped model "
-        "(etude:maze-student)."
+        description="A name on the hub, a folder, or a shipped model (etude:maze-student); a run's folder means its "
+        "student."
     )
     step: int | None = Field(
         default=None, ge=0, description="Which checkpoint, where model is a run's folder. Left out: the newest."
@@ -104,8 +104,8 @@ class TeacherConfig(Noun):
     )
     model: Annotated[str | None, _OF_MODEL] = Field(
         default=None,
-        description="A name on the hub, a folder, a GGUF file, a run's folder (its student), or a shipped model "
-        "(etude:maze-teacher).",
+        description="A name on the hub, a folder, a GGUF file, or a shipped model (etude:maze-teacher); a run's folder "
+        "means its student.",
     )
     step: Annotated[int | None, _OF_MODEL] = Field(
         default=None, ge=0, description="Which checkpoint, where model is a run's folder. Left out: the newest."
@@ -177,8 +177,8 @@ class ReferenceConfig(Noun):
     """`[reference]`: what a term stays near, or extrapolates away from; frozen. Left out: the student as it begins."""
 
     model: str = Field(
-        description="A name on the hub, a folder, a GGUF file, a run's folder (its student), or a shipped model "
-        "(etude:maze-student)."
+        description="A name on the hub, a folder, a GGUF file, or a shipped model (etude:maze-student); a run's folder "
+        "means its student."
     )
     step: int | None = Field(
         default=None, ge=0, description="Which checkpoint, where model is a run's folder. Left out: the newest."

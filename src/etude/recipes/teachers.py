@@ -35,7 +35,7 @@ def loading_once(load: Load) -> Load:
     def load_or_share(model: str, **how: Any) -> TransformersBackbone:
         name = resolve(model)
         place = str(Path(name).resolve()) if Path(name).exists() else name
-        key = (place, *sorted((option, str(value)) for option, value in how.items()))
+        key = (place, *sorted((option, str(value)) for option, value in how.items() if value is not None))
         if key not in loaded:
             loaded[key] = load(model, **how)
         return loaded[key]

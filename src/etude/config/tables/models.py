@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from etude.config.noun import Many, Noun, OnlyWhen, spelled
 
@@ -115,7 +116,6 @@ class TeacherConfig(Noun):
     )
     device: Annotated[str, _OF_MODEL] = Field(
         default="auto",
-        pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$",
         description='Where it marks: "cpu", "cuda:1" and so on. auto: where the student is.',
     )
     offload: Annotated[bool, _OF_MODEL] = Field(
@@ -146,13 +146,24 @@ class TeacherConfig(Noun):
         default={}, description="Keyword arguments of your own teacher's class, beside its name."
     )
 
+    @field_validator("weights")
+    @classmethod
+    def _check_weights(cls, weights: str) -> str:
+        if weights not in ("model", "base", "ema", "live") and ":" not in weights:
+            raise ValueError(
+                f'{spelled(weights)} is nobody\'s; write "model", "base", "ema", "live" or package.module:Class'
+            )
+        return weights
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", device):
+            raise ValueError(f'{spelled(device)} is no device; write "auto", "cpu", "mps", "cuda" or "cuda:1"')
+        return device
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.weights not in ("model", "base", "ema", "live") and ":" not in self.weights:
-            raise ValueError(
-                f'weights = {spelled(self.weights)} is nobody\'s; write "model", "base", "ema", "live" or '
-                "package.module:Class"
-            )
         if self.weights == "model" and self.model is None:
             raise ValueError('weights = "model" needs the model; write model, or whose else the weights are')
         if self.offload and self.device != "auto":

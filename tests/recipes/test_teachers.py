@@ -124,6 +124,9 @@ class TestKinds:
         check_teacher(parts.teachers["teacher"])
         assert parts.evaluation is not None
         assert parts.evaluation.teacher is None
+        adaptive = ["sampler.student_fraction=0.5", "sampler.adaptive.rise=0.1", "evaluation.every=2"]
+        with pytest.raises(PairError, match=r"\[sampler.adaptive\] follows the held-out divergence .* gives none"):
+            made(settings | {"terms": [term | {"sources": ["student"]}]}, *own, *adaptive)
         with pytest.raises(PairError, match="'teacher' gives sampled_logprobs, and a term needs hidden_states"):
             made(settings, *own)
 

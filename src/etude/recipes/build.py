@@ -294,6 +294,11 @@ def evaluation_of(
     plain = replace(own.settings, temperature=1.0, top_p=1.0, top_k=0)
     greedy = data.verify is not None and recipe.evaluation.greedy
     compared = teacher is not None and Gives.HIDDEN_STATES in teacher.gives  # over the whole vocabulary
+    if recipe.sampler.adaptive is not None and not compared:
+        raise PairError(
+            "[sampler.adaptive] follows the held-out divergence from the teacher, which takes hidden states, and this "
+            "teacher gives none; remove it or take another teacher"
+        )
     return Evaluation(
         data.held_out,
         sampler=own.with_settings(plain),

@@ -223,10 +223,23 @@ class TestRefusals:
         assert own_class(f"{__name__}:Even") is Even
 
 
-def test_a_live_teacher_pulls_from_the_second_step_of_a_round_on(settings: dict[str, Any]) -> None:
-    """In the first the student is its own teacher: divergence and gradient are zero, so that nothing moves."""
-    changes = ["teacher.model=", "teacher.weights=live", "train.epochs=2", "optim.weight_decay=0.1"]
-    summary = train(load_recipe(settings, changes), quiet=True)
-    lines = [line for line in read_metrics(Path(summary.run) / "metrics.jsonl") if "divergence/reverse_kl" in line]
-    divergences = [line["divergence/reverse_kl"] for line in lines]
-    assert max(divergences[::2]) < 1e-6
+def divergences(settings: dict[str, Any], weights: str, *terms: dict[str, Any]) -> list[float]:
+    """Of four steps, two a round."""
+    changes = ["teacher.model=", f"teacher.weights={weights}", "train.epochs=2", "sampler.student_fraction=0.5"]
+    summary = train(load_recipe(settings | {"terms": [{}, *terms]}, changes), quiet=True)
+    lines = read_metrics(Path(summary.run) / "metrics.jsonl")
+    return [line["divergence/reverse_kl"] for line in lines if "divergence/reverse_kl" in line]
+
+
+@pytest.mark.parametrize("weights", ["live", "ema"])
+def test_a_teacher_made_of_the_student_pulls_where_something_else_pushes(
+    settings: dict[str, Any], weights: str
+) -> None:
+    """By itself it is the student, for ever. Live, it is so again whenever a round begins."""
+    gold = {"name": "gold", "teacher": "label", "divergence": "forward_kl", "sources": ["dataset"]}
+    assert max(map(abs, divergences(settings, weights))) < 1e-6
+    settings["output"] += "-pushed"
+    first, second, third, fourth = divergences(settings, weights, gold)
+    assert abs(first) < 1e-6
+    assert min(second, fourth) > 1e-5
+    assert (abs(third) < 1e-6) == (weights == "live")

@@ -14,7 +14,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart quickstart-seeds quickstart-tune when-it-helps methods-table maze-models smollm2-controls legality-page test lint bench bench-cpu clean
+.PHONY: help quickstart quickstart-seeds quickstart-tune when-it-helps methods-table against-rl estimator-bias maze-models smollm2-controls legality-page test lint bench bench-cpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,12 @@ when-it-helps: $(VENV)/.core  ## where the gap closes, and where off-policy wins
 
 methods-table: $(VENV)/.core  ## every named method on the maze, three seeds, one table
 	$(BIN)/etude experiment methods-table
+
+against-rl: $(VENV)/.core  ## updates to the same accuracy: the teacher's marks, and a verifier's verdict alone
+	$(BIN)/etude experiment against-rl
+
+estimator-bias: $(VENV)/.dev  ## by how much each surrogate's gradient is off, over every sequence of a tiny vocabulary
+	$(BIN)/pytest -q -s tests/equivalence/test_estimator_truth.py | sed -n 's/^bias //p'
 
 maze-models: $(VENV)/.core  ## make the shipped maze teacher and base student again
 	$(BIN)/etude experiment make-maze-models

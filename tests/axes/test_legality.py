@@ -24,6 +24,10 @@ def every_sampling() -> list[Sampling]:
         {"temperature": 0.0},
         {"top_p": 0.9},
         {"top_k": 5},
+        {"top_k": 1},
+        {"top_k": 5, "temperature": 0.5},
+        {"top_p": 0.9, "stale": True},
+        {"top_p": 0.9, "joint": True},
         {"joint": True},
         {"joint": True, "temperature": 0.5},
         {"stale": True},
@@ -68,8 +72,15 @@ def every_point() -> list[Point]:
         for sampling in samplings
     ]
     differentiated = [
-        Point(support=Support.SAMPLED, form=form, loss_temperature=loss_temperature, sampling=sampling)
+        Point(
+            support=Support.SAMPLED,
+            form=form,
+            renormalised=renormalised,
+            loss_temperature=loss_temperature,
+            sampling=sampling,
+        )
         for form in (None, *Form)
+        for renormalised in (False, True)
         for loss_temperature in (1.0, 0.5)
         for sampling in samplings
     ]
@@ -91,9 +102,11 @@ def every_point() -> list[Point]:
             discount=discount,
             shaped=shaped,
             tail=Tail.BUCKET if support is Support.TOP_K else None,
+            renormalised=renormalised,
             sampling=sampling,
         )
         for support in Support
+        for renormalised in ((False, True) if support is Support.SAMPLED else (False,))
         for divergence in (Divergence.REVERSE_KL, Divergence.JSD)
         for estimator in Estimator
         for importance in Importance
@@ -135,6 +148,7 @@ def test_a_refusal_says_why_and_what_to_do_instead() -> None:
 
 SAMPLED = Point(support=Support.SAMPLED)
 GRADIENT = replace(SAMPLED, estimator=POLICY)
+WITHIN = replace(GRADIENT, renormalised=True, sampling=Sampling(top_p=0.9))
 TOP_K = Point(support=Support.TOP_K, tail=Tail.BUCKET)
 TAIL = replace(TOP_K, tail=Tail.SAMPLED)
 JUDGED = replace(GRADIENT, reward=True, discount=1.0)
@@ -188,6 +202,16 @@ def written(point: Point, **sampling: object) -> Point:
         (written(GRADIENT, top_p=0.95), "truncated-sampling"),
         (written(SAMPLED, top_k=50), "truncated-sampling"),
         (replace(written(GRADIENT, temperature=0.0), importance=Importance.RATIO), "truncated-sampling"),
+        (replace(SAMPLED, renormalised=True), "renormalised-whole"),
+        (written(replace(GRADIENT, renormalised=True), joint=True), "renormalised-whole"),
+        (written(replace(GRADIENT, renormalised=True), joint=True, top_p=0.9), "truncated-sampling"),
+        (written(replace(JUDGED, renormalised=True), top_k=1, top_p=0.9), "renormalised-single"),
+        (written(replace(SAMPLED, renormalised=True), temperature=0.0), "renormalised-single"),
+        (written(WITHIN, rows=frozenset({STUDENT, DATASET})), "sampled-rows"),
+        (written(WITHIN, temperature=0.7), "uncorrected-temperature"),
+        (written(WITHIN, steps_per_round=2), "uncorrected-steps"),
+        (written(WITHIN, stale=True), "uncorrected-replay"),
+        (replace(WITHIN, form=Form.K2), "k2-reward"),
         (written(SAMPLED, temperature=0.7), "uncorrected-temperature"),
         (replace(GRADIENT, loss_temperature=2.0), "uncorrected-temperature"),
         (written(SAMPLED, joint=True), "uncorrected-joint"),
@@ -212,6 +236,7 @@ def test_refused(point: Point, name: str) -> None:
 
 
 RATIO = replace(GRADIENT, importance=Importance.RATIO)
+WITHIN_RATIO = replace(WITHIN, importance=Importance.RATIO)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +260,18 @@ RATIO = replace(GRADIENT, importance=Importance.RATIO)
         (written(Point(), rows=frozenset({STUDENT, DATASET}), top_p=0.9, temperature=0.7), "full", "exact"),
         (SAMPLED, "sampled", "exact"),
         (GRADIENT, "sampled", "exact"),
+        (WITHIN, "renormalised", "exact"),
+        (written(replace(SAMPLED, renormalised=True), top_k=2), "renormalised", "exact"),
+        (replace(WITHIN, discount=1.0), "renormalised", "exact"),
+        (written(WITHIN_RATIO, temperature=0.7), "renormalised", "exact"),
+        (written(replace(JUDGED, renormalised=True), top_p=0.9), "renormalised-reward", "exact"),
+        (replace(WITHIN, shaped=True), "shaped-advantages", "surrogate"),
+        (replace(WITHIN, chosen_by_draw=True), "chosen-by-draw", "surrogate"),
+        (replace(WITHIN, discount=0.5), "discounted", "surrogate"),
+        (replace(written(WITHIN_RATIO, temperature=0.7), discount=1.0), "token-ratio-of-returns", "surrogate"),
+        (written(WITHIN_RATIO, stale=True), "states-of-an-older-student", "surrogate"),
+        (written(WITHIN_RATIO, steps_per_round=2), "advantages-of-the-first-step", "surrogate"),
+        (replace(written(WITHIN, stale=True), importance=Importance.PPO_CLIP), "ppo-clip", "surrogate"),
         (replace(GRADIENT, discount=1.0), "sampled", "exact"),
         (written(RATIO, temperature=0.7), "sampled", "exact"),
         (written(RATIO, joint=True), "sampled", "exact"),
@@ -302,6 +339,7 @@ class Written:
     tail: Tail | None = None
     detach_mixture: bool = False
     form: Form | None = None
+    renormalise: bool = False
     length_normalise: bool = False
     baseline: Baseline = Baseline.NONE
     whiten: bool = False
@@ -324,6 +362,7 @@ class Written:
         (Written(support=Support.TOP_K, top_k=2, tail=Tail.BUCKET), TOP_K),
         (Written(support=Support.TOP_K, top_k=1, tail=Tail.SAMPLED), replace(TAIL, one_id=True)),
         (Written(confident_wrong_share=0.1), Point(chosen_by_draw=True)),
+        (Written(support=Support.SAMPLED, renormalise=True), replace(SAMPLED, renormalised=True)),
         *(
             (Written(support=Support.SAMPLED, estimator=POLICY, **{key: value}), replace(GRADIENT, shaped=shaped))
             for key, value, shaped in (

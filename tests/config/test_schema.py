@@ -183,6 +183,10 @@ def test_name_and_output():
         ({"data.prompts": None, "data.dataset": "d", "data.eval_prompts": "e"}, "only when prompts come from a file;"),
         ({"sampler.other": "teacher"}, 'other = "teacher" does nothing here, it counts only when student_fraction'),
         ({"sampler.student_fraction": 0, "sampler.samples_per_prompt": 2}, "only repeats rows"),
+        (
+            {"terms.0.renormalise": True},
+            'renormalise = true does nothing here, it counts only when support is "sampled"',
+        ),
         ({"terms.0.beta": 0.1}, 'beta = 0.1 does nothing here, it counts only when divergence is "jsd"'),
         ({"terms.0.alpha": 0.1}, "only when divergence is a skew one"),
         ({"terms.0.form": "k2"}, 'only when support is "sampled"'),

@@ -1,6 +1,7 @@
 """What every student promises, whoever learns: a class of one's own passes the same tests by joining `STUDENTS`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,20 @@ class OwnStudent(AbstractStudent):
             logprobs = (self.backbone.next_logits(before) / temperature).log_softmax(-1)
             drawn_C = logprobs.gather(-1, row.completion_ids[:, None]).squeeze(-1)
             marks.append((drawn_C, -(logprobs.exp() * logprobs).sum(-1)))
+        return marks
+
+    @torch.no_grad()
+    def logprobs_and_kept_masses(self, rollouts: Sequence[Rollout], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        assert isinstance(self.backbone, TableBackbone)
+        marks: list[tuple[Tensor, Tensor]] = []
+        for row, drawn_C in zip(rollouts, self.logprobs(rollouts, temperature), strict=True):
+            before = row.token_ids[row.num_prompt_tokens - 1 : -1]
+            probabilities = (self.backbone.next_logits(before) / temperature).softmax(-1)
+            assert row.kept_ids is not None
+            assert row.kept_lengths is not None
+            sets = row.kept_ids.long().split(row.kept_lengths.tolist())
+            masses = [of_token[ids].sum() for of_token, ids in zip(probabilities, sets, strict=True)]
+            marks.append((drawn_C, torch.stack(masses).log()))
         return marks
 
     def save(self, folder: Path) -> None:
@@ -135,6 +150,35 @@ def test_entropies_beside_the_same_marks(student: AbstractStudent, temperature: 
                 probabilities = (student.backbone.head().logits(states) / temperature).softmax(-1)
             by_hand = -(probabilities * probabilities.log()).sum(-1)
             torch.testing.assert_close(entropies, by_hand.float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_masses_of_kept_ids_beside_the_same_marks(student: AbstractStudent, temperature: float) -> None:
+    rows = [with_kept(row) for row in ROWS]
+    for some in (rows, rows[::-1], rows[1:2], []):
+        both = student.logprobs_and_kept_masses(some, temperature)
+        for drawn, (other, _) in zip(student.logprobs(some, temperature), both, strict=True):
+            assert drawn.equal(other)
+        for row, (_, masses) in zip(some, both, strict=True):
+            assert (masses.dtype, masses.device.type) == (torch.float32, "cpu")
+            assert not masses.requires_grad
+            with torch.no_grad():
+                hidden_BTD = student.backbone.hidden_states(*pad_rows([row.token_ids]))
+                states = hidden_BTD[0, row.num_prompt_tokens - 1 : -1]
+                probabilities = (student.backbone.head().logits(states) / temperature).softmax(-1)
+            by_hand = [probabilities[t, sorted({int(y), 0, t})].sum() for t, y in enumerate(row.completion_ids)]
+            torch.testing.assert_close(masses.exp(), torch.stack(by_hand).float(), atol=1e-5, rtol=1e-5)
+
+
+def with_kept(row: Rollout) -> Rollout:
+    """The drawn id, id 0 and the id that is the token's own place: one to three of them."""
+    sets = [sorted({int(y), 0, t}) for t, y in enumerate(row.completion_ids)]
+    ids, lengths = [v for kept in sets for v in kept], [len(kept) for kept in sets]
+    return replace(
+        row,
+        kept_ids=torch.tensor(ids, dtype=torch.int32),
+        kept_lengths=torch.tensor(lengths, dtype=torch.int32),
+    )
 
 
 def test_a_row_is_marked_the_same_in_any_company(student: AbstractStudent) -> None:

@@ -27,7 +27,7 @@ from etude.testing import (
     word_tokenizer,
 )
 
-FIELDS = {Gives.SAMPLED_LOGPROBS: "sampled_logprobs", Gives.HIDDEN_STATES: "hidden"}
+FIELDS = {Gives.SAMPLED_LOGPROBS: "sampled_logprobs", Gives.HIDDEN_STATES: "hidden", Gives.KEPT_MASS: "kept_mass"}
 ROWS = [  # ids below 10, so that every teacher knows them
     rollout_of([3], [4, 5, 6]),
     rollout_of([1, 2, 3], [4], row=1),

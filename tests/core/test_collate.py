@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from etude.axes.names import FinishReason, Source
-from etude.core.collate import PAD, collate, pad_rows
+from etude.core.collate import PAD, collate, kept_sets, pad_rows
 from etude.core.records import Prompt, Rollout, Scored, Scores, as_ids
 from etude.errors import RecordError
 
@@ -139,3 +140,37 @@ def test_what_cannot_stand_side_by_side_is_refused() -> None:
     for rows in ([{"t": some}, {}], [{}, {"t": some}]):
         with pytest.raises(RecordError, match="marked by the same teachers"):
             collate([prepared([1], [2], scores=scores) for scores in rows])
+
+
+def kept_row(completion: list[int], sets: list[list[int]], weights: list[float]) -> Scored:
+    row = prepared([1], completion, weights=[weights])
+    rollout = replace(
+        row.rollout,
+        kept_ids=torch.tensor([v for ids in sets for v in ids], dtype=torch.int32),
+        kept_lengths=torch.tensor([len(ids) for ids in sets], dtype=torch.int32),
+    )
+    return replace(row, rollout=rollout)
+
+
+def test_kept_sets_follow_the_scored_tokens() -> None:
+    """Of three rows, one of which no sampler cut, and of which one token each is not trained."""
+    batch = collate(
+        [
+            kept_row([4, 5, 6], [[4, 9], [5, 1, 2], [6]], [1.0, 0.0, 1.0]),
+            prepared([1], [7, 8], weights=[[0.0, 1.0]]),
+            kept_row([3, 3], [[2, 3], [3, 4]], [0.0, 1.0]),
+        ]
+    )
+    assert batch.target_ids_N.tolist() == [4, 6, 8, 3]
+    assert batch.kept is not None
+    assert batch.kept.lengths == (2, 1, 0, 2)
+    assert batch.kept.ids_M.tolist() == [4, 9, 6, 3, 4]
+    assert collate([prepared([1], [7, 8])]).kept is None
+
+
+def test_kept_sets_of_whole_rows() -> None:
+    rows = [kept_row([4, 5], [[4, 9], [5]], [0.0, 0.0]).rollout, prepared([1], [7]).rollout]
+    sets = kept_sets(rows)
+    assert sets is not None
+    assert (sets.lengths, sets.ids_M.tolist()) == ((2, 1, 0), [4, 9, 5])
+    assert kept_sets(rows[1:]) is None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from etude.axes.names import FinishReason, Source
+from etude.core.kept import KeptSets
 from etude.core.records import Batch, Prompt, Rollout, Scored, Scores, TeacherColumns, as_ids
 from etude.errors import RecordError
 
@@ -74,6 +75,44 @@ def test_a_rollouts_logprobs_have_one_entry_a_token(field: str, shape: tuple[int
         )
 
 
+@pytest.mark.parametrize(
+    ("ids", "lengths", "message"),
+    [
+        ([4, 1, 5], None, "one of kept_ids and kept_lengths"),
+        (None, [2, 1], "one of kept_ids and kept_lengths"),
+        ([4, 1, 5], [3], "kept_lengths of row 3 .* for 2 completion tokens"),
+        ([4, 1, 5], [2, 2], "add up to 4"),
+        ([[4, 1, 5]], [2, 1], "one dimension of that many ids"),
+        ([4, 1, 5], [1, 2], None),
+        ([1, 5, 5], [2, 1], "token 0 of row 3 is none of the ids it was drawn from"),
+        ([4, 5, 4], [2, 1], "token 1 of row 3 is none of the ids it was drawn from"),
+        ([4], [1, 0], "token 1 of row 3"),
+    ],
+)
+def test_each_token_is_one_of_its_kept_ids(
+    ids: list[int] | None, lengths: list[int] | None, message: str | None
+) -> None:
+    def row(written: Tensor | None = None) -> Rollout:
+        return Rollout(
+            Prompt(as_ids([1]), row=3),
+            as_ids([4, 5]),
+            Source.STUDENT,
+            FinishReason.STOP,
+            version=0,
+            written=written,
+            kept_ids=None if ids is None else torch.tensor(ids, dtype=torch.int32),
+            kept_lengths=None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
+        )
+
+    if message is None:
+        row()
+        return
+    with pytest.raises(RecordError, match=message):
+        row()
+    if ids == [4]:  # what a tool wrote was drawn from nothing
+        row(torch.tensor([True, False]))
+
+
 def test_scores_are_aligned_by_token() -> None:
     row = rollout([1, 2], [4, 5, 6])
     Scored(row, {"big": Scores("big", sampled_logprobs=torch.zeros(3), hidden=torch.zeros(3, 8))})
@@ -82,6 +121,7 @@ def test_scores_are_aligned_by_token() -> None:
         Scores("big", sampled_logprobs=torch.zeros(3, 1)),
         Scores("big", hidden=torch.zeros(5, 8)),  # the whole row's, prompt included
         Scores("big", hidden=torch.zeros(3)),
+        Scores("big", kept_mass=torch.zeros(4)),
     ):
         with pytest.raises(RecordError, match="of teacher 'big' for row 3 .* for 3 completion tokens"):
             Scored(row, {"big": scores})
@@ -105,16 +145,22 @@ def test_records_are_frozen() -> None:
 
 
 def test_a_batch_moves_whole() -> None:
-    columns = {"a": TeacherColumns(torch.zeros(2), None), "b": TeacherColumns(None, torch.zeros(2, 4))}
+    columns = {
+        "a": TeacherColumns(torch.zeros(2), None, torch.zeros(2)),
+        "b": TeacherColumns(None, torch.zeros(2, 4)),
+    }
+    kept = KeptSets.of(torch.zeros(3, dtype=torch.int32), [1, 2])
     ids, floats = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2)
-    batch = Batch(ids, ids, ids, ids[0, :2], ids[0, :2], floats, floats, floats[0], floats[0], columns)
+    batch = Batch(ids, ids, ids, ids[0, :2], ids[0, :2], floats, floats, floats[0], floats[0], columns, kept)
     moved = batch.to("meta")
     assert moved.num_scored_tokens == 2
-    tensors = [getattr(moved, name) for name in Batch.__slots__ if name != "teachers"]
+    tensors = [getattr(moved, name) for name in Batch.__slots__ if name not in ("teachers", "kept")]
     teachers = moved.teachers
     assert teachers["a"].hidden_ND is None
     assert teachers["b"].sampled_logprobs_N is None
-    tensors += [teachers["a"].sampled_logprobs_N, teachers["b"].hidden_ND]
+    tensors += [teachers["a"].sampled_logprobs_N, teachers["a"].kept_mass_N, teachers["b"].hidden_ND]
+    assert moved.kept is not None
+    tensors.append(moved.kept.ids_M)
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert batch.to("cpu").token_ids_BT.equal(batch.token_ids_BT)
 

@@ -175,6 +175,9 @@ def test_a_policy_gradient_term_refuses_what_is_out_of_range(arguments: dict[str
         (Term(entropy_share=0.5), {HIDDEN}),
         (Term(confident_wrong_share=0.5), {DRAWN, HIDDEN}),
         (Term(**POLICY, extrapolation=1.25), {DRAWN}),
+        (Term(support=Support.SAMPLED, renormalise=True), {DRAWN, Gives.KEPT_MASS}),
+        (Term(**POLICY, renormalise=True, baseline=Baseline.STATE_KL), {DRAWN, HIDDEN, Gives.KEPT_MASS}),
+        (Term(**POLICY, renormalise=True, teacher="reward", discount=1.0), {Gives.REWARDS}),
     ],
 )
 def test_needs(term: Term, needs: set[Gives]) -> None:

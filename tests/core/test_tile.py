@@ -34,7 +34,7 @@ from etude.core.objective import Objective
 from etude.core.records import Prompt, Rollout, Scored, Scores, as_ids
 from etude.core.term import Term
 from etude.core.tile import shares_of
-from etude.errors import PairError
+from etude.errors import PairError, RecordError
 
 VOCAB = 4
 IDENTITY = OutputHead(torch.eye(VOCAB, dtype=torch.float64))  # hidden states are the logits themselves
@@ -64,13 +64,21 @@ def run(
     behaviour: Sequence[float] | None = None,
     reference: Sequence[Sequence[float]] | None = None,
     chunk_bytes: int = 2**20,
+    kept: Sequence[Sequence[int]] | None = None,
 ) -> tuple[float, dict[str, float], Tensor]:
     """Loss (a mean over the row's tokens), metrics, and the gradient on the logits; one row."""
     q, p, ids = logs(student), logs(teacher), as_ids(list(drawn))
     chosen_q, chosen_p = (x.gather(-1, ids[:, None]).squeeze(-1) for x in (q, p))
     sampled = chosen_q if behaviour is None else torch.tensor(behaviour, dtype=torch.float64).log()
     rollout = Rollout(
-        Prompt(as_ids([0]), row=0), ids, Source.STUDENT, FinishReason.STOP, version=0, behaviour_logprobs=sampled
+        Prompt(as_ids([0]), row=0),
+        ids,
+        Source.STUDENT,
+        FinishReason.STOP,
+        version=0,
+        behaviour_logprobs=sampled,
+        kept_ids=None if kept is None else torch.tensor([v for of_token in kept for v in of_token], dtype=torch.int32),
+        kept_lengths=None if kept is None else torch.tensor([len(of_token) for of_token in kept], dtype=torch.int32),
     )
     marks, heads = {"teacher": Scores("teacher", chosen_p, p)}, {"teacher": IDENTITY}
     if reference is not None:
@@ -78,6 +86,10 @@ def run(
         marks[REFERENCE] = Scores(REFERENCE, ref.gather(-1, ids[:, None]).squeeze(-1), ref)
         heads[REFERENCE] = IDENTITY
     row = Scored(rollout, marks, student_logprobs=chosen_q)
+    if kept is not None:
+        mass_q, mass_p = (torch.stack([x[t, list(k)].logsumexp(-1) for t, k in enumerate(kept)]) for x in (q, p))
+        marks["teacher"] = replace(marks["teacher"], kept_mass=mass_p)
+        row = replace(row, scores=marks, student_kept_mass=mass_q)
     objective = Unjudged(terms, chunk_bytes=chunk_bytes)
     prepared = objective.prepare([row])
     batch = collate(prepared)
@@ -85,6 +97,53 @@ def run(
     scales = objective.scales(objective.counts(prepared))
     loss, sums = objective.sum(hidden[batch.predicted_from_N], IDENTITY, batch, scales, heads)
     return loss.item(), objective.summarise(sums), torch.autograd.grad(loss, hidden)[0]
+
+
+# Within the kept ids ------------------------------------------------------------------------------------------------
+
+KEPT = [[1, 0], [0]]  # at the first token q is (1/5, 4/5) over ids 0 and 1, and p (2/3, 1/3); at the second both are 1
+LOG_RATIO = math.log(0.8 / (1 / 3))
+
+
+def test_both_sides_within_the_kept_ids() -> None:
+    term = Term("within", support=Support.SAMPLED, renormalise=True)
+    loss, metrics, gradient = run(term, drawn=(1, 0), kept=KEPT)
+    assert loss == pytest.approx(LOG_RATIO**2 / 2 / 2, abs=1e-6)
+    assert metrics["divergence/within"] == pytest.approx(LOG_RATIO / 2, abs=1e-6)
+    assert metrics["student_mass/within"] == pytest.approx((0.625 + 0.7) / 2)
+    assert metrics["teacher_mass/within"] == pytest.approx((0.75 + 0.7) / 2)
+    expected = [LOG_RATIO / 2 * force for force in (-0.2, 0.2, 0.0, 0.0)]
+    assert gradient[0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert gradient[1].tolist() == pytest.approx([0.0] * 4, abs=1e-6)
+
+
+@pytest.mark.parametrize("baseline", [Baseline.NONE, Baseline.STATE_KL])
+def test_an_advantage_within_the_kept_ids(baseline: Baseline) -> None:
+    term = Term("within", **POLICY, renormalise=True, baseline=baseline, importance=Importance.RATIO)
+    loss, _, gradient = run(term, drawn=(1, 0), behaviour=(0.5, 1.0), kept=KEPT)
+    kl = 0.2 * math.log(0.2 / (2 / 3)) + 0.8 * LOG_RATIO
+    advantage = -LOG_RATIO + (kl if baseline is Baseline.STATE_KL else 0.0)
+    assert loss == pytest.approx(-advantage * 0.8 / 0.5 / 2, abs=1e-6)
+    expected = [-advantage * 0.8 / 0.5 / 2 * force for force in (-0.2, 0.2, 0.0, 0.0)]
+    assert gradient[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_token_that_is_impossible_to_the_teacher_within_the_kept_ids() -> None:
+    """The teacher's mass lies elsewhere: its log-ratio is enormous, and a number, as is its gradient."""
+    teacher = [[1.0, 0.0, 0.0, 0.0], [0.7, 0.1, 0.1, 0.1]]
+    for term in (
+        Term("within", support=Support.SAMPLED, renormalise=True),
+        Term("within", **POLICY, renormalise=True, baseline=Baseline.STATE_KL, advantage_clip=5.0),
+    ):
+        loss, _, gradient = run(term, drawn=(1, 0), teacher=teacher, kept=[[1, 2, 0], [0, 1]])
+        assert math.isfinite(loss)
+        assert gradient.isfinite().all()
+
+
+def test_what_it_needs_of_teacher_and_sampler_is_asked_for() -> None:
+    with pytest.raises(RecordError, match="renormalised over the ids that the sampler kept, and row 0 carries none"):
+        run(Term("within", support=Support.SAMPLED, renormalise=True))
+    assert shares_of(Term(**POLICY, renormalise=True, teacher="reward", discount=1.0)) == ("student_mass",)
 
 
 # Top-k --------------------------------------------------------------------------------------------------------------
@@ -103,6 +162,12 @@ def test_masses_and_overlap(owner: Owner, teacher_mass: float, student_mass: flo
     assert metrics["teacher_mass/kept"] == pytest.approx(teacher_mass)
     assert metrics["student_mass/kept"] == pytest.approx(student_mass)
     assert metrics["overlap/kept"] == 0.5
+
+
+def test_more_ids_than_there_are_is_refused() -> None:
+    assert run(Term("kept", support=Support.TOP_K, top_k=VOCAB))[0] == pytest.approx(REVERSE / 2)
+    with pytest.raises(PairError, match="term 'kept' keeps 5 ids a side and there are 4; lower its top_k"):
+        run(Term("kept", support=Support.TOP_K, top_k=VOCAB + 1))
 
 
 def test_shares_are_means_over_the_trained_tokens() -> None:
@@ -134,15 +199,6 @@ def test_values_of_the_teachers_top_2(tail: Tail, drawn: int, expected: float) -
     loss, metrics, _ = run(term, drawn=(drawn, 0))
     assert loss == pytest.approx(expected, abs=1e-5)
     assert metrics["divergence/kept"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_k_beyond_the_vocabulary_is_the_vocabulary() -> None:
-    loss, metrics, gradient = run(Term("kept", support=Support.TOP_K, top_k=64))
-    expected, _, full = run(Term())
-    assert loss == pytest.approx(expected)
-    assert loss == pytest.approx(REVERSE / 2)
-    torch.testing.assert_close(gradient, full, atol=1e-9, rtol=0)
-    assert metrics["teacher_mass/kept"] == pytest.approx(1.0)
 
 
 # The gate -----------------------------------------------------------------------------------------------------------
@@ -243,6 +299,19 @@ def test_the_state_kl_as_a_baseline(advantage_clip: float | None) -> None:
     expected = torch.tensor([-advantage / 2 * (float(v == 0) - q) for v, q in enumerate(STUDENT[0])])
     torch.testing.assert_close(gradient[0], expected.double(), atol=1e-6, rtol=0)
     assert gradient[1].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("importance", [Importance.NONE, Importance.RATIO, Importance.PPO_CLIP])
+@pytest.mark.parametrize("baseline", [Baseline.NONE, Baseline.STATE_KL])
+def test_clipped_and_then_weighed_whatever_the_baseline(baseline: Baseline, importance: Importance) -> None:
+    """No disagreement lies before the first token, so it weighs 1.5; that comes after the clip at 1."""
+    term = {"baseline": baseline, "advantage_clip": 1.0, "importance": importance}
+    term |= {"clip": 0.2} if importance is Importance.PPO_CLIP else {}
+    _, metrics, gradient = run(Term("policy", **POLICY, **term, disagreement_weight=1.5))
+    expected = torch.tensor([-1.5 * 1.0 / 2 * (float(v == 0) - q) for v, q in enumerate(STUDENT[0])])
+    torch.testing.assert_close(gradient[0], expected.double(), atol=1e-6, rtol=0)
+    assert metrics["tokens/policy"] == 2  # a weight does not change what is divided by
+    assert metrics["divergence/policy"] == pytest.approx(-2 * math.log(2) / 2)
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,11 @@ def objective_of(*terms: Term, chunk_bytes: int = 2**20) -> Objective:
     return Objective(terms or TERMS, sampling=sampling, chunk_bytes=chunk_bytes)
 
 
-def eight_rows(objective: Objective) -> list[Scored]:
-    """Prompts and answers of all lengths, cut and finished, written by student and dataset."""
+def eight_rows(objective: Objective, *, kept: bool = False) -> list[Scored]:
+    """Prompts and answers of all lengths, cut and finished, written by student and dataset.
+
+    `kept`: the student's tokens carry sets of one to five ids.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def number(low: int, high: int) -> int:
@@ -149,7 +152,70 @@ def eight_rows(objective: Objective) -> list[Scored]:
         rows.append(
             Scored(written, {"teacher": marks}, student_logprobs=logprobs(length), reward=float(row % 3 == 0) - 0.2)
         )
+    if kept:
+        rows = [with_kept(row) for row in rows]
     return objective.prepare(rows)
+
+
+def with_kept(row: Scored) -> Scored:
+    generator = torch.Generator().manual_seed(row.rollout.prompt.row)
+    ids, length = row.rollout.completion_ids, row.rollout.num_completion_tokens
+    lengths = torch.randint(1, 6, (length,), generator=generator, dtype=torch.int32)
+    sets = [(ids[t] + torch.arange(int(n))) % VOCAB for t, n in enumerate(lengths)]
+    rollout = replace(row.rollout, kept_ids=torch.cat(sets).int(), kept_lengths=lengths)
+    if row.rollout.source is Source.DATASET:  # nobody has cut it, and its masses are 1
+        return replace(row, scores={"teacher": replace(row.scores["teacher"], kept_mass=torch.zeros(length))})
+    marks = replace(row.scores["teacher"], kept_mass=-torch.rand(length, generator=generator))
+    mass = -torch.rand(length, generator=generator)
+    return replace(row, rollout=rollout, scores={"teacher": marks}, student_kept_mass=mass)
+
+
+RENORMALISED = [
+    Term("within", **REWARDS, renormalise=True, importance=Importance.RATIO),
+    Term("later", **REWARDS, renormalise=True, discount=0.5, whiten=True, advantage_clip=1.0),
+    Term("kl", **REWARDS, renormalise=True, baseline=Baseline.STATE_KL, advantage_clip=2.0),
+    Term("k2", support=Support.SAMPLED, sources={Source.STUDENT}, renormalise=True),
+    Term("score", **REWARDS, renormalise=True, teacher="reward", baseline=Baseline.GROUP, discount=1.0),
+    Term("gated", support=Support.SAMPLED, sources={Source.STUDENT}, renormalise=True, teacher_entropy=2.0),
+]
+CUT = Sampling(rows=frozenset({Source.STUDENT, Source.DATASET}), top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    "terms", [[term] for term in RENORMALISED] + [[*RENORMALISED, Term("whole")]], ids=lambda terms: terms[-1].name
+)
+def test_ragged_sets_are_one_step_in_any_micro_batches_and_tiles(reader: Reader, terms: list[Term]) -> None:
+    objective = Objective(terms, sampling=CUT)
+    rows = eight_rows(objective, kept=True)
+    whole = step(reader, objective, [rows])
+    assert any(gradient.abs().max() > 1e-3 for gradient in whole[0].values())
+    for size in (4, 2, 1):
+        assert_same(step(reader, objective, cut(rows, size)), whole)
+    assert_same(step(reader, Objective(terms, sampling=CUT, chunk_bytes=500), [rows]), whole)
+
+
+def test_within_the_kept_ids_on_whole_tensors(reader: Reader) -> None:
+    """k2 written out with an [N, V] mask, all other ids at minus infinity before the softmax."""
+    objective = Objective(RENORMALISED[3:4], sampling=CUT)
+    batch = collate(eight_rows(objective, kept=True))
+    assert batch.kept is not None
+    scales = torch.full((1,), 1 / 16, dtype=torch.float64)
+    loss, _ = objective.sum(reader.hidden(batch), reader.head(), batch, scales, {"teacher": TEACHER_HEAD})
+    affine = functional.linear(reader.hidden(batch), reader.weight, reader.bias)
+    inside = torch.zeros(batch.num_scored_tokens, VOCAB, dtype=torch.bool)
+    for token, length in enumerate(batch.kept.lengths):
+        inside[token, batch.kept.ids_M[batch.kept.starts[token] :][:length].long()] = True
+    within = (4.0 * torch.tanh(1.5 * affine / 4.0)).masked_fill(~inside, -1e9).log_softmax(-1)
+    columns = batch.teachers["teacher"]
+    assert columns.sampled_logprobs_N is not None
+    assert columns.kept_mass_N is not None
+    drawn = within.gather(-1, batch.target_ids_N[:, None]).squeeze(-1)
+    c = drawn - (columns.sampled_logprobs_N - columns.kept_mass_N)
+    plain = (batch.weights_JN[0] * 0.5 * c * c).sum() / 16
+    assert loss.item() == pytest.approx(plain.item(), abs=1e-5)
+    found = torch.autograd.grad(loss, list(reader.parameters()))
+    for a, b in zip(found, torch.autograd.grad(plain, list(reader.parameters())), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def backward(reader: Reader, objective: Objective, rows: Rows, scales: Tensor) -> tuple[Gradients, float]:

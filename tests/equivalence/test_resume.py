@@ -108,6 +108,27 @@ VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
             "evaluation.every=2",
         ],
     ),
+    "within the ids that the sampler kept, in rows of earlier rounds, too": (
+        "llama",
+        [
+            {
+                "name": "within",
+                "support": "sampled",
+                "renormalise": True,
+                "estimator": "policy_gradient",
+                "importance": "ratio",
+                "baseline": "batch",
+                "sources": ["student"],
+            },
+            {"divergence": "forward_kl"},
+        ],
+        [
+            "sampler.top_p=0.9",
+            "sampler.temperature=0.8",
+            "sampler.replay_fraction=0.8",
+            "sampler.replay_capacity=16",
+        ],
+    ),
     "a reward off its group's mean beside a divergence": (
         "llama",
         [

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from etude.axes.names import Divergence, Estimator, Form, Importance, Owner, Source, Support, Tail
 from etude.core import advantages, divergences, estimators, linear, logprobs, objective, support, tile
+from etude.core.kept import KeptSets
 from etude.core.linear import OutputHead
 from etude.core.objective import Objective
 from etude.core.records import Batch, Scored
@@ -177,14 +179,19 @@ def moments_of_the_own_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def whitened_last(patch: pytest.MonkeyPatch) -> None:
-    """Moments are taken of what is clipped and weighed already, so that the bound bounds nothing."""
-    returns, shaped = advantages._returns, advantages._shaped
+    """Moments are taken of what is clipped already, so that the bound bounds nothing."""
+    returns, clipped = advantages._returns, advantages._clipped
     patch.setattr(
-        advantages,
-        "_returns",
-        lambda term, row, mask, reward: shaped(term, returns(term, row, mask, reward), mask, row),
+        advantages, "_returns", lambda term, row, mask, reward: clipped(term, returns(term, row, mask, reward), mask)
     )
-    patch.setattr(advantages, "_shaped", lambda term, values, mask, row: values)
+    patch.setattr(advantages, "_clipped", lambda term, values, mask: values)
+
+
+def returns_beyond_the_horizon(patch: pytest.MonkeyPatch) -> None:
+    right = advantages._returns
+    patch.setattr(
+        advantages, "_returns", lambda term, row, mask, reward: right(term, row, torch.ones_like(mask), reward)
+    )
 
 
 def whitened_after_the_kl(patch: pytest.MonkeyPatch) -> None:
@@ -251,6 +258,22 @@ def filler_rows_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backbone, "_first", lambda tensor, count: tensor)
 
 
+def only_the_student_renormalised(patch: pytest.MonkeyPatch) -> None:
+    """The teacher's log-probabilities stay those of its whole vocabulary."""
+    drawn = advantages._drawn_logprobs
+    patch.setattr(
+        advantages, "_drawn_logprobs", lambda term, teacher, row: drawn(replace(term, renormalise=False), teacher, row)
+    )
+    of_tile = tile._drawn_logprobs
+    patch.setattr(
+        tile, "_drawn_logprobs", lambda term, teacher, part: of_tile(replace(term, renormalise=False), teacher, part)
+    )
+
+
+def only_the_teacher_renormalised(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeptSets, "log_mass", lambda sets, logprobs, tokens: torch.zeros(logprobs.shape[0]))
+
+
 # Who notices --------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +336,7 @@ def truth(**term: object) -> Check:
 
 
 ON_POLICY = Importance.NONE, 1.0
+WHOLE_COMPLETIONS = "test_discount_one_is_the_kl_of_whole_completions_as_they_are_drawn"
 SAMPLED = {"support": Support.SAMPLED}
 POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
 
@@ -348,6 +372,11 @@ POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
         (temperature_on_one_side, of_objective("test_equal_models_are_at_zero_at_every_temperature", 2.0)),
         (k1_differentiated, truth(**SAMPLED)),
         (k3_differentiated, truth(**SAMPLED)),
+        (only_the_student_renormalised, of_truth(WHOLE_COMPLETIONS, Importance.NONE)),
+        (only_the_student_renormalised, of_equivalence("test_within_the_kept_ids_on_whole_tensors")),
+        (only_the_student_renormalised, lambda: load("core/test_tile.py").test_both_sides_within_the_kept_ids()),
+        (only_the_teacher_renormalised, of_truth("test_drawn_tokens_equal_the_kept_ids", SAMPLED, 1.0)),
+        (only_the_teacher_renormalised, of_truth("test_drawn_tokens_equal_the_kept_ids", POLICY, 1.0)),
         (ratio_forgotten, of_truth("test_ratio_corrects_another_sampling_temperature", 0.5, 1.0)),
         (advantage_of_the_wrong_sign, truth(**POLICY)),
         (tiles_read_the_first_labels, of_equivalence("test_the_budget_changes_nothing", 2_000)),
@@ -364,6 +393,7 @@ POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
         (reward_at_the_last_token_alone, of_truth("test_a_reward_has_the_gradient_of_its_expectation", *ON_POLICY)),
         (whitened_last, of_advantages("test_whitened_then_clipped_then_weighed")),
         (whitened_last, of_truth("test_clipped_advantages")),
+        (returns_beyond_the_horizon, of_advantages("test_what_lies_beyond_the_horizon_has_no_say")),
         (
             baseline_added_with_the_wrong_sign,
             lambda: load("core/test_tile.py").test_the_state_kl_as_a_baseline(None),

@@ -12,23 +12,8 @@ from etude.errors import RecipeError
 from etude.models import decoding
 from etude.models.decoding import SamplingSettings, decode, inverse_cdf, sampling_logprobs
 from etude.models.roles import AbstractDecoding
-from etude.models.table import TableBackbone
-
-
-def settings(
-    *,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    max_new_tokens: int = 8,
-    stop_ids: tuple[int, ...] = (),
-) -> SamplingSettings:
-    return SamplingSettings(temperature, top_p, top_k, max_new_tokens, stop_ids)
-
-
-def log_table(*rows: Sequence[float]) -> TableBackbone:
-    """A table with these next-token probabilities."""
-    return TableBackbone(torch.tensor(rows, dtype=torch.float64).log().clamp(min=-1000.0))
+from etude.testing import log_table
+from etude.testing import sampling_settings as settings
 
 
 class TestSettings:
@@ -117,6 +102,70 @@ class TestSamplingLogprobs:
         logits = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
         assert sampling_logprobs(logits, settings()).dtype == torch.float32
         assert sampling_logprobs(logits, settings(temperature=0.0)).dtype == torch.float32
+
+
+class TestKept:
+    """What each token could have been, against the cuts done by hand on a table whose states differ."""
+
+    PROBABILITIES = ([0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25], [0.05, 0.8, 0.1, 0.05], [0.4, 0.2, 0.2, 0.2])
+
+    @staticmethod
+    def by_hand(probabilities: Sequence[float], cut: SamplingSettings) -> list[int]:
+        """Temperature, then the k likeliest, then of these the smallest set that holds top_p; ties go together."""
+        powers = [p ** (1 / cut.temperature) for p in probabilities]
+        left = [p / sum(powers) for p in powers]
+        if cut.top_k:
+            floor = sorted(left, reverse=True)[cut.top_k - 1]
+            left = [p if p >= floor - 1e-9 else 0.0 for p in left]
+            left = [p / sum(left) for p in left]
+        held, floor = 0.0, 0.0
+        for p in sorted(left, reverse=True):
+            if held < cut.top_p - 1e-9:
+                floor = p
+            held += p
+        return [v for v, p in enumerate(left) if p > 0 and p >= floor - 1e-9]
+
+    @pytest.mark.parametrize(
+        "cut",
+        [
+            settings(top_k=2, stop_ids=(3,)),
+            settings(top_p=0.6),
+            settings(top_p=0.75, temperature=2.0),
+            settings(top_p=0.75, temperature=0.5),
+            settings(top_k=3, top_p=0.7, stop_ids=(1,)),
+        ],
+    )
+    def test_sets_are_those_of_the_cuts_by_hand(self, cut: SamplingSettings) -> None:
+        table = log_table(*self.PROBABILITIES)
+        uniforms = torch.rand(16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        prompts = [torch.tensor([row % 4]) for row in range(16)]
+        completions = decode(table.decoding(prompts), uniforms, cut, record_kept=True)
+        assert len({completion.ids.shape[0] for completion in completions}) > (1 if cut.stop_ids else 0)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            before = torch.cat([prompt, completion.ids[:-1]]).tolist()
+            expected = [self.by_hand(self.PROBABILITIES[state], cut) for state in before]
+            assert completion.kept_ids is not None
+            assert completion.kept_lengths is not None
+            assert (completion.kept_ids.dtype, completion.kept_lengths.dtype) == (torch.int32, torch.int32)
+            assert [ids.tolist() for ids in completion.kept_ids.split(completion.kept_lengths.tolist())] == expected
+            # And the behaviour log-probability is over the same ids.
+            for state, kept, drawn, behaviour in zip(
+                before, expected, completion.ids.tolist(), completion.behaviour_logprobs.tolist(), strict=True
+            ):
+                powers = {v: self.PROBABILITIES[state][v] ** (1 / cut.temperature) for v in kept}
+                assert math.exp(behaviour) == pytest.approx(powers[drawn] / sum(powers.values()), abs=1e-6)
+
+    def test_recording_changes_nothing_and_is_left_out_unless_asked_for(self) -> None:
+        uniforms = torch.rand(4, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        prompts = [torch.tensor([row]) for row in range(4)]
+        both = [
+            decode(log_table(*self.PROBABILITIES).decoding(prompts), uniforms, settings(top_k=2), record_kept=recorded)
+            for recorded in (False, True)
+        ]
+        for plain, recorded in zip(*both, strict=True):
+            assert plain.ids.equal(recorded.ids)
+            assert plain.behaviour_logprobs.equal(recorded.behaviour_logprobs)
+            assert (plain.kept_ids, plain.kept_lengths) == (None, None)
 
 
 class TestInverseCdf:

@@ -20,6 +20,8 @@ SAMPLED = Rollout(
     behaviour_logprobs=UGLY,
     raw_logprobs=UGLY * 3,
     written=torch.tensor([True, False]),
+    kept_ids=torch.tensor([3, 8, 5], dtype=torch.int32),
+    kept_lengths=torch.tensor([3, 0], dtype=torch.int32),
 )
 ANSWER = as_ids([9])
 FROM_THE_DATASET = Rollout(  # its completion is the very tensor its prompt carries

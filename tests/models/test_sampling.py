@@ -19,32 +19,18 @@ from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, NonFiniteError, RecipeError
 from etude.models.backbone import TransformersBackbone, load_backbone
 from etude.models.decoding import sampling_logprobs
-from etude.models.sampling import InProcessSampler, SamplingSettings
+from etude.models.sampling import InProcessSampler
 from etude.models.student import Student
 from etude.models.table import TableBackbone
 from etude.runtime.seeds import Key
+from etude.testing import log_table
+from etude.testing import sampling_settings as settings
 
 KEY = Key(seed=0, purpose="sample", stage=0, round=0)
 
 
-def settings(
-    *,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    max_new_tokens: int = 8,
-    stop_ids: tuple[int, ...] = (),
-) -> SamplingSettings:
-    return SamplingSettings(temperature, top_p, top_k, max_new_tokens, stop_ids)
-
-
 def prompt(*ids: int, row: int = 0) -> Prompt:
     return Prompt(torch.tensor(ids), row)
-
-
-def log_table(*rows: Sequence[float]) -> TableBackbone:
-    """A table with these next-token probabilities."""
-    return TableBackbone(torch.tensor(rows, dtype=torch.float64).log().clamp(min=-1000.0))
 
 
 class TestInProcessSampler:
@@ -61,6 +47,22 @@ class TestInProcessSampler:
         rollouts = InProcessSampler(table, settings(max_new_tokens=2), rows_per_batch=2).sample(prompts, KEY)
         assert [rollout.prompt for rollout in rollouts] == prompts
         assert [rollout.completion_ids.tolist() for rollout in rollouts] == [[2, 3], [0, 1], [1, 2], [3, 0]]
+
+    def test_kept_sets_are_recorded_where_asked_for_and_never_in_another_distribution(self) -> None:
+        table = log_table(*[[0.5, 0.3, 0.2]] * 3)
+        prompts = [prompt(0, row=row) for row in range(5)]
+        sampler = InProcessSampler(table, settings(top_k=2), rows_per_batch=2, record_kept=True)
+        for rollout in sampler.sample(prompts, KEY):
+            assert rollout.kept_lengths is not None
+            assert rollout.kept_ids is not None
+            assert rollout.kept_lengths.tolist() == [2] * 8
+            assert rollout.kept_ids.tolist() == [0, 1] * 8
+        others = (
+            InProcessSampler(table, settings(top_k=2)),
+            sampler.with_settings(settings()),
+        )
+        for other in others:
+            assert all(rollout.kept_ids is None for rollout in other.sample(prompts, KEY))
 
     def test_no_prompts_give_no_rollouts(self) -> None:
         assert InProcessSampler(log_table([1.0]), settings()).sample([], KEY) == []

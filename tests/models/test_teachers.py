@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,32 @@ def test_states_and_head_give_the_whole_distribution() -> None:
         torch.testing.assert_close(picked, mark.sampled_logprobs, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_masses_of_kept_ids(temperature: float) -> None:
+    """Beside a row that no sampler cut, and alone in its batch, too."""
+    kept = replace(
+        ROWS[0],
+        kept_ids=torch.cat([torch.tensor([int(y), 0 if y else 1]) for y in ROWS[0].completion_ids]).int(),
+        kept_lengths=torch.full((ROWS[0].num_completion_tokens,), 2, dtype=torch.int32),
+    )
+    teacher = FrozenTeacher("teacher", tiny_backbone(), tokens_per_batch=1000)
+    masses, needs = frozenset({Gives.KEPT_MASS}), HIDDEN | SAMPLED | {Gives.KEPT_MASS}
+    for rows in ([kept, ROWS[1]], [ROWS[1], kept], [kept], [ROWS[1]]):
+        for row, mark, alone in zip(
+            rows, teacher.score(rows, needs, temperature), teacher.score(rows, masses, temperature), strict=True
+        ):
+            assert mark.hidden is not None
+            assert mark.kept_mass is not None
+            assert alone.sampled_logprobs is None
+            torch.testing.assert_close(alone.kept_mass, mark.kept_mass, atol=1e-6, rtol=0)
+            probabilities = next_token_logprobs(teacher.head().logits(mark.hidden), temperature).exp()
+            expected = [
+                p[int(y)] + p[0 if y else 1] if row is kept else torch.tensor(1.0)
+                for p, y in zip(probabilities, row.completion_ids, strict=True)
+            ]
+            torch.testing.assert_close(mark.kept_mass.exp(), torch.stack(expected), atol=1e-6, rtol=0)
+
+
 def test_filler_rows_take_no_probability() -> None:
     """261 real ids, heads of 261, 264 and 320 rows whose fillers are far too likely: the same marks."""
     heads: list[torch.Tensor] = []
@@ -144,8 +171,10 @@ def test_half_precision_states_stay_so(tmp_path: Path) -> None:
 
 
 def test_what_it_does_not_give_is_refused() -> None:
-    with pytest.raises(PairError, match=r"'marker' gives hidden_states, sampled_logprobs, and a term needs next_token"):
-        FrozenTeacher("marker", tiny_backbone()).score(ROWS, frozenset({Gives.NEXT_TOKEN_LOGPROBS}), 1.0)
+    with pytest.raises(
+        PairError, match=r"'marker' gives hidden_states, kept_mass, sampled_logprobs, and a term needs labels"
+    ):
+        FrozenTeacher("marker", tiny_backbone()).score(ROWS, frozenset({Gives.LABELS}), 1.0)
 
 
 def test_a_row_beyond_its_window_is_named() -> None:

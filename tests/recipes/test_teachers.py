@@ -36,7 +36,7 @@ CUDA = Device("cuda:0", "bfloat16", "bfloat16", "bfloat16")
 class Even(AbstractTeacher):
     """A user's own: every id but the favourite is equally likely, and the favourite `times` as likely as those."""
 
-    gives = frozenset({Gives.SAMPLED_LOGPROBS, Gives.HIDDEN_STATES})
+    gives = FrozenTeacher.gives
 
     def __init__(self, name: str, favourite: int = 0, times: float = 1.0, ids: int = 32) -> None:
         self.name = name

@@ -21,15 +21,18 @@ SAMPLED = Scored(
         version=7,
         behaviour_logprobs=UGLY,
         raw_logprobs=UGLY * 3,
+        kept_ids=torch.tensor([8, 3, 2], dtype=torch.int32),
+        kept_lengths=torch.tensor([2, 1], dtype=torch.int32),
     ),
     {
-        "teacher": Scores("teacher", sampled_logprobs=UGLY, hidden=torch.randn(2, 4).bfloat16()),
+        "teacher": Scores("teacher", sampled_logprobs=UGLY, hidden=torch.randn(2, 4).bfloat16(), kept_mass=UGLY / 3),
         "other": Scores("other", sampled_logprobs=UGLY / 7),
     },
     weights=torch.tensor([[1.0, 1.0], [0.0, 1 / 3]]),
     advantages=torch.tensor([[0.0, 0.0], [0.0, -2.5]]),
     student_logprobs=UGLY * 5,
     student_entropy=UGLY * -7,
+    student_kept_mass=UGLY / 5,
     candidates=torch.tensor([2, 1]),
     reward=0.1,
 )
@@ -50,6 +53,9 @@ def tensors(row: Scored) -> dict[str, torch.Tensor | None]:
         "completion": rollout.completion_ids,
         "behaviour": rollout.behaviour_logprobs,
         "raw": rollout.raw_logprobs,
+        "kept": rollout.kept_ids,
+        "kept lengths": rollout.kept_lengths,
+        "kept mass": row.student_kept_mass,
         "weights": row.weights,
         "advantages": row.advantages,
         "student": row.student_logprobs,
@@ -58,6 +64,7 @@ def tensors(row: Scored) -> dict[str, torch.Tensor | None]:
     }
     for name, scores in row.scores.items():
         found |= {f"{name} sampled": scores.sampled_logprobs, f"{name} hidden": scores.hidden}
+        found[f"{name} mass"] = scores.kept_mass
     return found
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,18 +13,28 @@ from torch import Tensor
 
 from etude.axes.legality import Sampling
 from etude.axes.names import Divergence, Estimator, Reduction, Source, Support
+from etude.axes.schedules import Ramp
 from etude.core.objective import Objective, Term
-from etude.core.records import Rollout, Scored
+from etude.core.records import Prompt, Rollout, Scored
 from etude.errors import NonFiniteError, RecipeError
 from etude.models.roles import AbstractStudent
+from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.table import TableBackbone
 from etude.models.teachers import FrozenTeacher
+from etude.runtime.seeds import Key
 from etude.runtime.tracking import describe
 from etude.runtime.world import World
 from etude.testing import CountingTeacher, counting_logits, rollout_of, tiny_backbone
 from etude.training.evaluation import score_rows
-from etude.training.learner import MAX_EMPTY_ROUNDS, MAX_SKIPPED_IN_A_ROW, Learner, micro_batches, without_weight
+from etude.training.learner import (
+    MAX_EMPTY_ROUNDS,
+    MAX_SKIPPED_IN_A_ROW,
+    Learner,
+    micro_batches,
+    seeded,
+    without_weight,
+)
 from etude.training.stages import Plan
 
 STOP = 1
@@ -72,6 +83,39 @@ def weights_of(student: AbstractStudent) -> dict[str, Tensor]:
 
 def table(*probabilities: Sequence[float]) -> Student:
     return Student(TableBackbone(torch.tensor(probabilities, dtype=torch.float64).log().clamp(min=-1000)))
+
+
+class TestWithinTheKeptIds:
+    """From the sampler's rows to prepared ones: all that a renormalised term needs is asked for."""
+
+    STUDENT = ([0.4, 0.4, 0.2], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4])
+    TEACHER = ([0.2, 0.6, 0.2], [0.2, 0.2, 0.6], [0.5, 0.25, 0.25])
+
+    @pytest.mark.parametrize("choice", [{}, {"entropy_share": 0.9}])
+    def test_advantages(self, choice: dict[str, float]) -> None:
+        student = table(*self.STUDENT)
+        term = Term("within", support=Support.SAMPLED, estimator=Estimator.POLICY_GRADIENT, renormalise=True, **choice)
+        settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=2, max_new_tokens=6, stop_ids=())
+        objective = Objective([term], sampling=Sampling(top_k=2))
+        assert (objective.needs_kept_sets, objective.needs_student_kept_mass) == (True, True)
+        sampler = InProcessSampler(student.backbone, settings, record_kept=objective.needs_kept_sets)
+        prompts = [Prompt(torch.tensor([row % 3]), row) for row in range(4)]
+        rollouts = sampler.sample(prompts, Key(seed=0, purpose="sample", stage=0, round=0))
+        learner = learner_of(student, GOLD)
+        learner.objective = objective
+        scored = score_rows(rollouts, {"teacher": FrozenTeacher("teacher", table(*self.TEACHER).backbone)}, objective)
+        for row in learner.prepare(scored, step=0):
+            assert (row.student_entropy is None) == (not choice)
+            before = row.rollout.token_ids[:-1]
+            for place, (state, drawn) in enumerate(zip(before, row.rollout.completion_ids, strict=True)):
+                kept = [[0, 1], [1, 2], [0, 1, 2]][state]  # two ids tie at the last state's cut and stay together
+                q, p = (side[state][drawn] / sum(side[state][v] for v in kept) for side in (self.STUDENT, self.TEACHER))
+                assert row.advantages is not None
+                assert row.advantages[0, place].item() == pytest.approx(-math.log(q / p), abs=1e-5)
+
+    def test_a_differentiated_term_asks_for_no_pass_of_the_student(self) -> None:
+        objective = Objective([Term("k2", support=Support.SAMPLED, renormalise=True)], sampling=Sampling(top_k=2))
+        assert (objective.needs_kept_sets, objective.needs_student_kept_mass) == (True, False)
 
 
 class TestMicroBatches:
@@ -370,9 +414,44 @@ class TestNothingToTrain:
         for step in range(steps - 1):
             take(learner, rows, step)
         with pytest.raises(
-            RecipeError, match=f"no token was trained in {steps} steps in a row: .*raise max_new_tokens"
+            RecipeError,
+            match=rf"no token was trained in {steps} steps in a row; the last one had .* rows by .*, "
+            "and term 'gold' has train_truncated = false: change",
         ):
             take(learner, rows, steps - 1)
+
+    @pytest.mark.parametrize(
+        ("keys", "said"),
+        [
+            ({"skip_first": 2}, "skip_first = 2"),
+            (
+                {"skip_first": 9, "first_tokens": Ramp(10, 16, kind="linear", last=2)},
+                "skip_first = 9, first_tokens = 10",
+            ),
+            ({"sources": {Source.TEACHER}}, 'sources = ["teacher"]'),
+            ({"entropy_share": 0.1}, "entropy_share = 0.1"),  # of two tokens: none
+            (
+                {"train_truncated": False, "sources": {Source.TEACHER}, "entropy_share": 0.1},
+                'sources = ["teacher"], train_truncated = false, entropy_share = 0.1',
+            ),
+        ],
+    )
+    def test_the_reason_is_what_the_terms_really_say(self, keys: dict[str, Any], said: str) -> None:
+        term = Term("gold", teacher="label", divergence=Divergence.FORWARD_KL, **keys)
+        writer = max(term.sources)  # of other rows than the one here, which comes from the dataset
+        learner = learner_of(table([0.5, 0.5], [0.5, 0.5]), term, plan=Plan(steps=1), writer=writer)
+        with pytest.raises(RecipeError) as refused:
+            take(learner, prepared(learner, self.WHOLE))
+        assert str(refused.value) == (
+            "no token was trained in 1 steps in a row; the last one had 1 rows by dataset, the longest of 2 tokens, 0 "
+            f"of them cut at max_new_tokens, and term 'gold' has {said}: change what leaves all of them out"
+        )
+
+    def test_what_a_tool_wrote_is_nobodys_to_train(self) -> None:
+        learner = learner_of(table([0.5, 0.5], [0.5, 0.5]), GOLD, plan=Plan(steps=1))
+        row = replace(self.WHOLE, written=torch.tensor([False, False]))
+        with pytest.raises(RecipeError, match="term 'gold' has nothing to train in what a tool wrote"):
+            take(learner, prepared(learner, row))
 
     def test_a_row_of_no_weight_may_stand_in_for_one(self) -> None:
         learner = learner_of(table([0.5, 0.5], [0.5, 0.5]), GOLD)
@@ -414,6 +493,20 @@ class TestDropout:
     def test_the_process_draws_on_as_if_nothing_had_been(self) -> None:
         before = torch.get_rng_state()
         self.gradient(step=0)
+        assert torch.get_rng_state().equal(before)
+
+    def test_on_mps_its_own_generator_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """None is here: the three calls are recorded."""
+        calls: list[object] = []
+        state = torch.tensor([1, 2, 3], dtype=torch.uint8)
+        monkeypatch.setattr("torch.mps.get_rng_state", lambda: state)
+        monkeypatch.setattr("torch.mps.manual_seed", calls.append)
+        monkeypatch.setattr("torch.mps.set_rng_state", lambda kept: calls.append(kept.tolist()))
+        before = torch.get_rng_state()
+        with seeded(torch.device("mps"), 7):
+            assert calls == [7]
+            assert torch.rand(3).equal(torch.rand(3, generator=torch.Generator().manual_seed(7)))
+        assert calls == [7, [1, 2, 3]]
         assert torch.get_rng_state().equal(before)
 
     def test_afterwards_the_student_is_in_evaluation_mode_also_after_an_exception(self) -> None:

@@ -48,6 +48,13 @@ class Sampling:
     stale: bool = False  # some of the student's rows were written by an earlier student: replayed or recorded
     steps_per_round: int = 1  # optimiser steps between two refreshes of the sampler
 
+    @property
+    def kept(self) -> str:
+        """How many ids a token is drawn from: `whole` (the vocabulary), `several`, or `one`."""
+        if self.temperature == 0.0 or self.top_k == 1:
+            return "one"
+        return "several" if self.top_p < 1.0 or self.top_k > 0 else "whole"
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -59,6 +66,7 @@ class Point:
     divergence: Divergence = Divergence.REVERSE_KL
     estimator: Estimator = Estimator.ANALYTIC
     form: Form | None = None  # sampled support only
+    renormalised: bool = False  # sampled support only: both sides over the ids that the sampler's cuts kept
     importance: Importance = Importance.NONE  # policy gradient only
     discount: float = 0.0  # policy gradient only
     tail: Tail | None = None  # top-k support only
@@ -79,6 +87,7 @@ class Point:
             divergence=term.divergence,
             estimator=term.estimator,
             form=term.form,
+            renormalised=term.renormalise,
             importance=term.importance,
             discount=term.discount,
             tail=term.tail,
@@ -105,6 +114,7 @@ class Point:
             "divergence": self.divergence,
             "estimator": self.estimator,
             "form": (self.form or self.default_form or "") if self.support is Support.SAMPLED else "",
+            "renormalised": self.sampling.kept if self.renormalised else "no",
             "importance": self.importance if self._policy_gradient else "",
             "coefficients": "detached" if self.detached else "differentiated",
             "advantages": ("shaped" if self.shaped else "plain") if self._policy_gradient else "",
@@ -140,7 +150,8 @@ class Point:
     @property
     def _tokens(self) -> str:
         """Which distribution the student's rows are drawn from, compared with the one the loss is about."""
-        if self.sampling.top_p < 1.0 or self.sampling.top_k > 0 or self.sampling.temperature == 0.0:
+        # Renormalised, the loss is about the cut distribution itself; one that both models cut has no such set.
+        if self.sampling.kept != "whole" and (self.sampling.joint or not self.renormalised):
             return "truncated"
         if self.sampling.joint and Source.STUDENT in self.sampling.rows:
             return "joint"
@@ -334,8 +345,22 @@ RULES: tuple[Rule, ...] = (
         {"tokens": ("truncated",)},
         "refused",
         "under top-p, top-k or temperature 0 some tokens can never be drawn, and no importance weight restores them",
-        'write top_p = 1, top_k = 0 and a temperature above 0 in [sampler], or support = "full" where the teacher is a '
-        "model",
+        'write top_p = 1, top_k = 0 and a temperature above 0 in [sampler], support = "full" where the teacher is a '
+        'model, or support = "sampled" with renormalise = true (both sides over the ids that top_p and top_k keep)',
+    ),
+    Rule(
+        "renormalised-whole",
+        {"renormalised": ("whole",)},
+        "refused",
+        "the sampler leaves no id out, so that renormalising over those it keeps would change nothing",
+        "write no renormalise for this term, or top_p below 1 or top_k above 1 in [sampler]",
+    ),
+    Rule(
+        "renormalised-single",
+        {"renormalised": ("one",)},
+        "refused",
+        "temperature 0 and top_k = 1 keep a single id, of which both sides are certain once they are renormalised",
+        "write a temperature above 0 and top_k = 0, or 2 and more, in [sampler]",
     ),
     Rule(
         "uncorrected-temperature",
@@ -424,6 +449,12 @@ RULES: tuple[Rule, ...] = (
         "tokens are kept for what was drawn, so the mean runs over the draws that looked confident and wrong alone",
     ),
     Rule(
+        "renormalised-reward",
+        {"teacher": ("reward",), "renormalised": ("several",)},
+        "exact",
+        "the gradient of the expected reward of answers drawn as the sampler draws, the ids it kept held fixed",
+    ),
+    Rule(
         "reward",
         {"teacher": ("reward",)},
         "exact",
@@ -434,6 +465,12 @@ RULES: tuple[Rule, ...] = (
         {"support": ("top_k",)},
         "exact",
         "the kept ids in full and the drawn token for the rest: over the student's draws, the whole gradient",
+    ),
+    Rule(
+        "renormalised",
+        {"renormalised": ("several",)},
+        "exact",
+        "reverse KL within the ids that the sampler kept, held fixed, both sides rescaled; nothing acts outside them",
     ),
     Rule("sampled", {}, "exact", "a detached log-ratio (or k2, whose update is the same) on the student's own tokens"),
 )

@@ -21,6 +21,8 @@ AXES: Mapping[str, str] = {
     "divergence": "what is measured between teacher and student",
     "estimator": "`analytic` differentiates it, `policy_gradient` takes it as an advantage",
     "form": "under sampled support: which function of c stands for the reverse KL",
+    "renormalised": "under sampled support with `renormalise`: how many ids the sampler's cuts keep (`several`, `one`, "
+    "the `whole` vocabulary); else `no`",
     "importance": "under policy gradient: the correction for tokens that today's student did not draw",
     "coefficients": "`detached` where part of the divergence is held constant (`adaptive_kl`, `detach_mixture`), else "
     "`differentiated`",
@@ -29,8 +31,8 @@ AXES: Mapping[str, str] = {
     "choice": "what decides whether a token is trained: the `draw` as well (`confident_wrong_share`), or the `state`",
     "rows": "who wrote the rows the term meets: the `student`, `others`, both (`mixed`), nobody (`none`)",
     "tokens": "what the student's rows are drawn from: its `own` distribution at the loss temperature, the same at "
-    "another temperature (`tempered`), cut by top-p, top-k or temperature 0 (`truncated`), or written together with "
-    "the teacher (`joint`)",
+    "another temperature (`tempered`), cut by top-p, top-k or temperature 0 (`truncated`, unless the loss "
+    "is renormalised over the same ids), or written together with the teacher (`joint`)",
     "age": "`stale` where rows of an earlier round may be replayed, else `fresh`",
     "steps": "optimiser steps on the rows of a round: `one` or `several` (updates_per_round x epochs)",
     "credit": "what a token answers for: itself (`token`, discount 0), all that follows (`sequence`, discount 1), or "

@@ -37,9 +37,9 @@ class Gives(StrEnum):
 
     SAMPLED_LOGPROBS = "sampled_logprobs"  # log-probability of each completion id
     HIDDEN_STATES = "hidden_states"  # last hidden states, with the head kept beside: exact full vocabulary
-    NEXT_TOKEN_LOGPROBS = "next_token_logprobs"  # takes part in decoding
     LABELS = "labels"  # the one-hot teacher: the row's own ids are the mark
     REWARDS = "rewards"  # the verifier: one number for the whole row
+    KEPT_MASS = "kept_mass"  # log of the probability on the ids each completion id was drawn from
 
 
 class Support(StrEnum):

@@ -39,6 +39,8 @@ class TermValues(Protocol):
     @property
     def support(self) -> Support: ...
     @property
+    def renormalise(self) -> bool: ...
+    @property
     def top_k(self) -> int | None: ...
     @property
     def owner(self) -> Owner | None: ...
@@ -120,6 +122,8 @@ def _refuse(term: TermValues, found: str, expected: str) -> NoReturn:
 def _check_support(term: TermValues) -> None:
     if term.form is not None and term.support is not Support.SAMPLED:
         _refuse(term, f"form '{term.form}' with support '{term.support}'", "a form belongs to support 'sampled'")
+    if term.renormalise and term.support is not Support.SAMPLED:
+        _refuse(term, f"renormalise with support '{term.support}'", "it belongs to support 'sampled'")
     if term.support is Support.TOP_K and (term.top_k is None or term.top_k < 1):
         _refuse(term, f"top_k {term.top_k} with support 'top_k'", "expected how many ids are kept, at least 1")
     if term.support is not Support.TOP_K and (term.top_k, term.owner, term.tail) != (None, None, None):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.axes.names import Source
+from etude.core.kept import KeptSets
 from etude.core.logprobs import predicted_from
 from etude.core.records import Batch, Rollout, Scored, TeacherColumns
 from etude.errors import RecordError
@@ -51,7 +52,27 @@ def _teacher_columns(rows: Sequence[Scored], name: str, kept: Sequence[Tensor]) 
     return TeacherColumns(
         sampled_logprobs_N=column("sampled_logprobs", [score.sampled_logprobs for score in scores]),
         hidden_ND=column("hidden", [score.hidden for score in scores]),
+        kept_mass_N=column("kept_mass", [score.kept_mass for score in scores]),
     )
+
+
+def kept_sets(rollouts: Sequence[Rollout], scored: Sequence[Tensor] | None = None) -> KeptSets | None:
+    """The kept sets of the rows' tokens, one after the other; None where no row carries any.
+
+    Args:
+        rollouts: a row without kept sets has an empty one for every token.
+        scored: bool masks [C] a row of the tokens to take; None: all of them.
+    """
+    ids, lengths = list[Tensor](), list[int]()
+    for r, rollout in enumerate(rollouts):
+        of_row_C = rollout.kept_lengths
+        if of_row_C is None or rollout.kept_ids is None:
+            of_row_C = torch.zeros(rollout.num_completion_tokens, dtype=torch.int32)
+        taken_C = torch.ones_like(of_row_C, dtype=torch.bool) if scored is None else scored[r]
+        if rollout.kept_ids is not None:
+            ids.append(rollout.kept_ids[taken_C.repeat_interleave(of_row_C.long())])
+        lengths += of_row_C[taken_C].tolist()  # pyright: ignore[reportUnknownMemberType]
+    return KeptSets.of(torch.cat(ids), lengths) if ids else None
 
 
 def _own_logprobs(rollout: Rollout, version: int | None) -> Tensor | None:
@@ -114,4 +135,5 @@ def collate(rows: Sequence[Scored], *, version: int | None = None) -> Batch:
         behaviour_logprobs_N=optional([rollout.behaviour_logprobs for rollout in rollouts], 0.0),
         raw_logprobs_N=optional([_own_logprobs(rollout, version) for rollout in rollouts], float("nan")),
         teachers={name: _teacher_columns(rows, name, kept) for name in rows[0].scores},
+        kept=kept_sets(rollouts, kept),
     )

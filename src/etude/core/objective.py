@@ -104,6 +104,19 @@ class Objective:
         return any(term.log_ratios_needed or term.confident_wrong_share is not None for term in self.terms)
 
     @property
+    def needs_kept_sets(self) -> bool:
+        """Whether the sampler must record which ids it drew each token from."""
+        return any(term.renormalise for term in self.terms)
+
+    @property
+    def needs_student_kept_mass(self) -> bool:
+        """Whether the student's pass before the round's first step must say what is on those ids."""
+        return any(
+            term.renormalise and (term.log_ratios_needed or term.confident_wrong_share is not None)
+            for term in self.terms
+        )
+
+    @property
     def needs_student_entropy(self) -> bool:
         """Whether that pass must also say how certain the student is."""
         return any(term.entropy_share is not None for term in self.terms)
@@ -253,6 +266,7 @@ class Objective:
             pick(student_nV, batch.target_ids_N[tokens]),
             tokens,
             batch,
+            batch.kept.log_mass(student_nV, tokens) if batch.kept is not None and self.needs_kept_sets else None,
         )
         loss = student_nV.new_zeros(())
         sums: list[Tensor] = []

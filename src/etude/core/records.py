@@ -4,7 +4,8 @@ Each record is frozen, validates itself, and carries everything that belongs to 
 by its place in a list. Lengths come from here and only from here: no mask is ever made by comparing ids with a pad id.
 
 Legend: B rows, T padded positions, P prompt tokens of a row, C completion tokens of a row, D hidden size of a model,
-N scored tokens of a batch (all rows' completion tokens that some term trains, one after the other), J terms.
+N scored tokens of a batch (all rows' completion tokens that some term trains, one after the other), J terms, M ids of
+all kept sets of a row.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from etude.axes.names import FinishReason, Source
+from etude.core.kept import KeptSets
 from etude.errors import RecordError
 
 
@@ -80,6 +82,8 @@ class Rollout:
     behaviour_logprobs: Tensor | None = None  # [C] float32: under the distribution really sampled from
     raw_logprobs: Tensor | None = None  # [C] float32: the writer's own, at temperature 1 over the real vocabulary
     written: Tensor | None = None  # [C] bool: True where the writer wrote the token, not a tool; None: it wrote all
+    kept_ids: Tensor | None = None  # [M] int32: what top-p and top-k left to draw each token from, token after token
+    kept_lengths: Tensor | None = None  # [C] int32: how many of the M ids are each token's, M their sum
 
     def __post_init__(self) -> None:
         row, length = self.prompt.row, self.completion_ids.numel()
@@ -87,6 +91,29 @@ class Rollout:
         _check_completion(f"behaviour_logprobs of row {row}", self.behaviour_logprobs, length)
         _check_completion(f"raw_logprobs of row {row}", self.raw_logprobs, length)
         _check_completion(f"written of row {row}", self.written, length)
+        self._check_kept(row)
+
+    def _check_kept(self, row: int) -> None:
+        """Ids and lengths belong together, and each token is one of those it was drawn from."""
+        if self.kept_ids is None and self.kept_lengths is None:
+            return
+        if self.kept_ids is None or self.kept_lengths is None:
+            raise RecordError(f"row {row} has one of kept_ids and kept_lengths; expected both, or neither")
+        _check_completion(f"kept_lengths of row {row}", self.kept_lengths, self.completion_ids.numel())
+        if self.kept_ids.ndim != 1 or int(self.kept_lengths.sum()) != self.kept_ids.numel():
+            raise RecordError(
+                f"kept_ids of row {row} have shape {tuple(self.kept_ids.shape)} and kept_lengths add up to "
+                f"{int(self.kept_lengths.sum())}; expected one dimension of that many ids"
+            )
+        tokens_M = torch.arange(self.completion_ids.numel()).repeat_interleave(self.kept_lengths.long())
+        found = torch.zeros(self.completion_ids.numel(), dtype=torch.bool)
+        found[tokens_M[self.kept_ids == self.completion_ids[tokens_M]]] = True
+        lost = ~found if self.written is None else ~found & self.written
+        if bool(lost.any()):
+            raise RecordError(
+                f"token {int(lost.nonzero()[0])} of row {row} is none of the ids it was drawn from; kept_ids hold the "
+                "drawn id of every token the writer wrote"
+            )
 
     @property
     def token_ids(self) -> Tensor:
@@ -115,12 +142,14 @@ class Scores:
         None  # [C] float32: log-probability of each completion id, at the loss temperature
     )
     hidden: Tensor | None = None  # [C, D] float32/bfloat16: the state that predicts each completion id
+    kept_mass: Tensor | None = None  # [C] float32: log of the probability on each token's kept ids, likewise
 
     def check(self, rollout: Rollout) -> None:
         """Raise `RecordError` unless every field has one entry a completion token."""
         length, whose = rollout.num_completion_tokens, f"of teacher '{self.teacher}' for row {rollout.prompt.row}"
         _check_completion(f"sampled_logprobs {whose}", self.sampled_logprobs, length)
         _check_completion(f"hidden {whose}", self.hidden, length, ndim=2)
+        _check_completion(f"kept_mass {whose}", self.kept_mass, length)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -135,6 +164,7 @@ class Scored:
     student_entropy: Tensor | None = None  # [C] float32, nats, of its distribution there: likewise
     candidates: Tensor | None = None  # [J] int64: tokens each term would train if it chose none of them
     reward: float | None = None  # what a verifier gives the whole row, if a term trains on it
+    student_kept_mass: Tensor | None = None  # [C] float32: log of that student's probability on each token's kept ids
 
     def __post_init__(self) -> None:
         row, length = self.rollout.prompt.row, self.rollout.num_completion_tokens
@@ -142,6 +172,7 @@ class Scored:
             scores.check(self.rollout)
         _check_completion(f"student_logprobs of row {row}", self.student_logprobs, length)
         _check_completion(f"student_entropy of row {row}", self.student_entropy, length)
+        _check_completion(f"student_kept_mass of row {row}", self.student_kept_mass, length)
         _check_completion(f"weights of row {row}", self.weights, length, ndim=2, axis=1)
         _check_completion(f"advantages of row {row}", self.advantages, length, ndim=2, axis=1)
         if self.reward is not None and not math.isfinite(self.reward):
@@ -158,13 +189,12 @@ class TeacherColumns:
 
     sampled_logprobs_N: Tensor | None  # [N] float32
     hidden_ND: Tensor | None  # [N, D]
+    kept_mass_N: Tensor | None = None  # [N] float32
 
     def to(self, device: torch.device | str) -> TeacherColumns:
         """The same columns on another device."""
-        sampled, hidden = self.sampled_logprobs_N, self.hidden_ND
-        return TeacherColumns(
-            None if sampled is None else sampled.to(device), None if hidden is None else hidden.to(device)
-        )
+        columns = (self.sampled_logprobs_N, self.hidden_ND, self.kept_mass_N)
+        return TeacherColumns(*(None if column is None else column.to(device) for column in columns))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -181,6 +211,7 @@ class Batch:
     behaviour_logprobs_N: Tensor  # [N] float32; zero for rows nobody sampled (dataset rows)
     raw_logprobs_N: Tensor  # [N] float32, of rows this round's student wrote; NaN for others
     teachers: Mapping[str, TeacherColumns]  # by teacher name
+    kept: KeptSets | None = None  # of the N tokens; None: no row carries any
 
     @property
     def num_scored_tokens(self) -> int:
@@ -188,5 +219,6 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "teachers"}
-        return Batch(**tensors, teachers={name: columns.to(device) for name, columns in self.teachers.items()})
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name not in ("teachers", "kept")}
+        kept = None if self.kept is None else self.kept.to(device)
+        return Batch(**moved, teachers={name: columns.to(device) for name, columns in self.teachers.items()}, kept=kept)

@@ -44,6 +44,7 @@ class Term:
     teacher: str = "teacher"  # a teacher's name; "label": the one-hot label, i.e. cross-entropy; "reward": a verifier
     extrapolation: float | None = None  # lambda of the target teacher^lambda reference^(1 - lambda); None: 1
     support: Support = Support.FULL
+    renormalise: bool = False  # sampled support: both sides renormalised over the ids the sampler's cuts kept
     top_k: int | None = None  # top_k: ids kept a side
     owner: Owner | None = None  # top_k; None: the teacher's
     tail: Tail | None = None  # top_k; None: bucket
@@ -88,12 +89,13 @@ class Term:
             return frozenset({Gives.LABELS})
         if self.teacher == REWARD:
             return frozenset({Gives.REWARDS})
+        kept = {Gives.KEPT_MASS} if self.renormalise else set[Gives]()
         needs = {Gives.SAMPLED_LOGPROBS} if self.support is Support.SAMPLED else {Gives.HIDDEN_STATES}
         if self.baseline is Baseline.STATE_KL or self.teacher_entropy is not None:
             needs.add(Gives.HIDDEN_STATES)
         if self.confident_wrong_share is not None:
             needs.add(Gives.SAMPLED_LOGPROBS)
-        return frozenset(needs)
+        return frozenset(needs | kept)
 
     @property
     def rewards_needed(self) -> bool:

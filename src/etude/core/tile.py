@@ -9,7 +9,7 @@ Legend: n tokens of the tile, V vocabulary, J terms.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Tile:
     chosen_n: Tensor  # [n] the student's log-probability of the batch's own token
     tokens: slice  # which of the batch's N tokens
     batch: Batch
+    kept_mass_n: Tensor | None = None  # [n] differentiable: log of the student's probability on the kept ids; no: None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -49,6 +50,8 @@ def shares_of(term: Term) -> tuple[str, ...]:
     names = ("clipped",) if term.clip is not None or term.bounds is not None else ()
     if term.support is Support.TOP_K:
         names += ("teacher_mass", "student_mass", "overlap")
+    if term.renormalise:
+        names += ("student_mass",) if term.teacher == REWARD else ("teacher_mass", "student_mass")
     return names if term.teacher_entropy is None else (*names, "uncertain")
 
 
@@ -56,9 +59,11 @@ def mark(term: Term, divergence: DivergenceFn, tile: Tile, advantages_n: Tensor)
     """One term on one tile.
 
     Raises:
-        PairError: its teacher did not give what it needs.
+        PairError: its teacher did not give what it needs, or the vocabulary is smaller than its top_k.
     """
-    marks = _marks(term, divergence, tile, advantages_n)
+    marks = (
+        _renormalised(term, tile, advantages_n) if term.renormalise else _marks(term, divergence, tile, advantages_n)
+    )
     if term.teacher_entropy is None:
         return marks
     gate_n = entropy_gate(entropy(_target(term, tile)), term.teacher_entropy)
@@ -103,7 +108,9 @@ def _top_k(term: Term, divergence: DivergenceFn, tile: Tile) -> Marks:
     assert term.owner is not None
     assert term.tail is not None
     teacher_nV = _target(term, tile)
-    k = min(term.top_k, teacher_nV.shape[-1])
+    k, vocab_size = term.top_k, teacher_nV.shape[-1]
+    if k > vocab_size:
+        raise PairError(f"term '{term.name}' keeps {k} ids a side and there are {vocab_size}; lower its top_k")
     tops = {"student_top_nk": support.top_ids(tile.student_nV, k), "teacher_top_nk": support.top_ids(teacher_nV, k)}
     ids_nK = support.kept_ids(**tops, owner=term.owner)
     sampled = term.tail is Tail.SAMPLED
@@ -121,6 +128,35 @@ def _top_k(term: Term, divergence: DivergenceFn, tile: Tile) -> Marks:
         "overlap": support.overlap(**tops),
     }
     return Marks(values_n, values_n, shares)
+
+
+def _renormalised(term: Term, tile: Tile, advantages_n: Tensor) -> Marks:
+    """The drawn token where there are no other ids than those the sampler kept, on either side."""
+    kept = tile.batch.kept
+    student_mass_n = torch.zeros_like(tile.chosen_n) if tile.kept_mass_n is None else tile.kept_mass_n
+    within = replace(tile, chosen_n=tile.chosen_n - student_mass_n)
+    shares = {"student_mass": student_mass_n.detach().exp()}
+    if term.teacher == REWARD:
+        marks = _policy(term, within, advantages_n, None)
+        return Marks(marks.values_n, marks.shown_n, {**marks.shares, **shares})
+    if term.baseline is Baseline.STATE_KL and kept is not None:
+        whole = {"student": tile.student_nV.detach(), **{name: tile.teachers_nV[name] for name in term.teachers}}
+        over = {name: kept.renormalised(logprobs_nV, tile.tokens) for name, logprobs_nV in whole.items()}
+        within = replace(within, student_nV=over.pop("student"), teachers_nV=over)
+    marks = _drawn(term, within, advantages_n)
+    shares["teacher_mass"] = _kept_mass(term, term.teacher, tile).exp()
+    return Marks(marks.values_n, marks.shown_n, {**marks.shares, **shares})
+
+
+def _kept_mass(term: Term, teacher: str, tile: Tile) -> Tensor:
+    """[n] log of a teacher's probability on the ids that the sampler kept."""
+    columns = tile.batch.teachers.get(teacher)
+    if columns is None or columns.kept_mass_N is None:
+        raise PairError(
+            f"teacher '{teacher}' gave no probability of the ids that the sampler kept; term '{term.name}' is "
+            "renormalised over them and needs it"
+        )
+    return columns.kept_mass_N[tile.tokens]
 
 
 def _drawn(term: Term, tile: Tile, advantages_n: Tensor) -> Marks:
@@ -159,13 +195,14 @@ def _policy(term: Term, tile: Tile, advantages_n: Tensor, shown_n: Tensor | None
 
 
 def _drawn_logprobs(term: Term, teacher: str, tile: Tile) -> Tensor:
-    """[n] what a teacher says of the drawn tokens."""
+    """[n] what a teacher says of the drawn tokens, within the kept ids where the term is renormalised."""
     columns = tile.batch.teachers.get(teacher)
     if columns is None or columns.sampled_logprobs_N is None:
         raise PairError(
             f"teacher '{teacher}' gave no log-probabilities of the drawn ids; term '{term.name}' needs them"
         )
-    return columns.sampled_logprobs_N[tile.tokens]
+    sampled_n = columns.sampled_logprobs_N[tile.tokens]
+    return sampled_n - _kept_mass(term, teacher, tile) if term.renormalise else sampled_n
 
 
 def _cut(term: Term, chosen_n: Tensor, behaviour_n: Tensor, advantages_n: Tensor) -> dict[str, Tensor]:

@@ -48,6 +48,8 @@ WIDTH = 132  # of the table, which a narrower terminal must not squeeze
 FITTED: Mapping[str, Mapping[str, Any]] = {
     # Its note says to end at max_new_tokens; most of these walks are shorter than the 32 tokens it starts from.
     "prefix": {"terms.0.first_tokens.start": 8, "terms.0.first_tokens.end": MAX_NEW_TOKENS},
+    # At 0.8, the paper's, the student hardly leaves the routes it knows.
+    "distillm2": {"sampler.temperature": TEMPERATURE},
 }
 
 
@@ -59,6 +61,7 @@ class Cell:
     reached: int | None  # updates after which GOOD was first seen, looking every LOOK_EVERY; None: never
     tokens: float  # trained, over all updates
     seconds: float  # of training, without the looks at the held-out routes
+    own_rows: float  # share of the rows trained on that the student wrote
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Cell:
@@ -108,8 +111,11 @@ def recipe_of(name: str, updates: int) -> Recipe:
 
 
 def must_be_good(recipe: Recipe) -> bool:
-    """Whether every term sees the whole vocabulary and the student's own rows are among those it trains on."""
-    student_rows = Source.STUDENT in recipe.sampler.writers and any(Source.STUDENT in t.sources for t in recipe.terms)
+    """Whether every term sees the whole vocabulary and the student's own rows are sure to be among those trained on.
+
+    An adaptive share (DistiLLM) that begins at 0 may stay there.
+    """
+    student_rows = recipe.sampler.fraction.highest > 0 and any(Source.STUDENT in t.sources for t in recipe.terms)
     return student_rows and all(term.support is Support.FULL for term in recipe.terms)
 
 
@@ -123,6 +129,7 @@ def train_one(arena: Arena, start: str, name: str, updates: int) -> Cell:
         reached=next((step for step, accuracy in looks if accuracy >= GOOD), None),
         tokens=sum(line.get("tokens/scored", 0.0) for line in lines),
         seconds=summary.seconds - sum(line.get("time/evaluate_s", 0.0) for line in lines),
+        own_rows=mean(line["rollout/student"] for line in lines if "rollout/student" in line),
     )
 
 
@@ -164,7 +171,7 @@ def table(found: Mapping[str, Sequence[Cell]], updates: int) -> Table:
     )
     for heading in ("method", "divergence", "support", "estimator"):
         shown.add_column(heading, no_wrap=True)
-    for heading in ("walked at", "T = 1", "range", "greedy", "entropy", f"to {GOOD}", "k tokens", "seconds"):
+    for heading in ("walked at", "own", "T = 1", "range", "greedy", "entropy", f"to {GOOD}", "k tokens", "seconds"):
         shown.add_column(heading, justify="right", no_wrap=True)
     asked, others = _parted(found, updates)
     for part in (asked, others):
@@ -190,6 +197,7 @@ def _row(name: str, cells: Sequence[Cell], updates: int) -> list[str]:
         name,
         *(axes[axis].replace(" + ", "\n") for axis in ("divergence", "support", "estimator")),
         f"{recipe_of(name, updates).sampler.temperature:g}",
+        f"{mean(cell.own_rows for cell in cells):.0%}",
         f"{mean(accuracies):.2f}",
         f"{min(accuracies):.2f}-{max(accuracies):.2f}",
         f"{mean(score.accuracy_greedy for score in scores):.2f}",
@@ -208,8 +216,9 @@ def explanation(found: Mapping[str, Sequence[Cell]], updates: int) -> str:
         "nothing"
     ]
     return (
-        "walked at: sampling temperature of the training walks.  T = 1, range: share of sampled held-out walks that\n"
-        "arrive, mean and extremes of the seeds.  entropy: of the student's next move on those walks, in nats.\n"
+        "walked at: sampling temperature of the training walks.  own: share of them that the student wrote.\n"
+        "T = 1, range: share of sampled held-out walks that arrive, mean and extremes of the seeds.\n"
+        "entropy: of the student's next move on those walks, in nats.\n"
         f"to {GOOD}: updates until the slowest seed was there, looking every {LOOK_EVERY} on one walk a route.\n"
         "k tokens: thousands trained on.  seconds: of training, without the looks.\n"
         f"Learning rate {LEARNING_RATE:g} for all.  Set for the maze alone: {'; '.join(fitted)}.\n"

@@ -160,6 +160,20 @@ class Completion:
     behaviour_logprobs: Tensor  # [C] float32
     raw_logprobs: Tensor  # [C] float32
     finish_reason: FinishReason
+    kept_ids: Tensor | None = None  # [M] int32: what each id was drawn from, token after token
+    kept_lengths: Tensor | None = None  # [C] int32: how many of them are each token's
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Drawn:
+    """One token of each row still being written, or of several steps together."""
+
+    rows_n: Tensor  # [n] int64, CPU: whose token it is
+    ids_n: Tensor  # [n] int64
+    behaviour_n: Tensor  # [n]
+    raw_n: Tensor  # [n]
+    kept_ids_m: Tensor | None  # [m] int32, CPU, token after token
+    kept_lengths_n: Tensor | None  # [n] int32, CPU
 
 
 @torch.no_grad()
@@ -168,6 +182,8 @@ def decode(
     uniforms_BC: Tensor,
     settings: SamplingSettings,
     distribution: Callable[[Tensor], Tensor] | None = None,
+    *,
+    record_kept: bool = False,
 ) -> list[Completion]:
     """Write every row until its stop id or the limit: next logits, distribution, one uniform number, id.
 
@@ -180,6 +196,8 @@ def decode(
         settings: temperature and cuts, length limit and stop ids.
         distribution: [b, V] next logits -> [b, V] probabilities to draw from; None: `sampling_logprobs` under the
             settings. Raw log-probabilities are those of the logits either way.
+        record_kept: note for every token which ids it could have been, at 4 bytes an id: meant for a distribution that
+            top-p or top-k has cut.
 
     Returns:
         One completion a row, in the rows' order, on the CPU.
@@ -187,10 +205,11 @@ def decode(
     rows_b = torch.arange(uniforms_BC.shape[0])
     stopped_B = torch.zeros(uniforms_BC.shape[0], dtype=torch.bool)
     stop_ids = torch.tensor(settings.stop_ids, dtype=torch.int64)
-    written: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    written: list[_Drawn] = []
     for step in range(settings.max_new_tokens):
-        ids_b, behaviour_b, raw_b = _draw(decoding.next_logits(), uniforms_BC[rows_b, step], settings, distribution)
-        written.append((rows_b, ids_b, behaviour_b, raw_b))
+        logits_bV = decoding.next_logits()
+        written.append(_draw(rows_b, logits_bV, uniforms_BC[rows_b, step], settings, distribution, record_kept))
+        ids_b = written[-1].ids_n
         stops_b = torch.isin(ids_b.cpu(), stop_ids)
         stopped_B[rows_b] = stops_b
         if stops_b.all() or step + 1 == settings.max_new_tokens:
@@ -206,11 +225,13 @@ def decode(
 
 
 def _draw(
+    rows_b: Tensor,
     logits_bV: Tensor,
     uniforms_b: Tensor,
     settings: SamplingSettings,
     distribution: Callable[[Tensor], Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    record_kept: bool,
+) -> _Drawn:
     """Ids, their log-probabilities under the distribution sampled from, and the model's own; [b] each."""
     # In place, and back to logarithms for the drawn ids alone: tensors as wide as the vocabulary are what costs here.
     probs_bV = distribution(logits_bV) if distribution else sampling_logprobs(logits_bV, settings).exp_()
@@ -218,12 +239,17 @@ def _draw(
     behaviour_b = pick(probs_bV, ids_b).log()
     unchanged = settings.unchanged and distribution is None
     raw_b = behaviour_b if unchanged else pick(next_token_logprobs(logits_bV), ids_b)
-    return ids_b, behaviour_b, raw_b
+    if not record_kept:
+        return _Drawn(rows_b, ids_b, behaviour_b, raw_b, None, None)
+    kept_bV = probs_bV > 0
+    lengths_b = kept_bV.sum(-1).int().cpu()
+    return _Drawn(rows_b, ids_b, behaviour_b, raw_b, kept_bV.nonzero()[:, 1].int().cpu(), lengths_b)
 
 
-def _by_row(written: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], stopped_B: Tensor) -> list[Completion]:
-    """From one (rows, ids, behaviour, raw) a step to one completion a row."""
-    rows_n, ids_n, behaviour_n, raw_n = (torch.cat(column).cpu() for column in zip(*written, strict=True))
+def _by_row(written: Sequence[_Drawn], stopped_B: Tensor) -> list[Completion]:
+    """From what was drawn in each step to one completion a row."""
+    in_steps = [(drawn.rows_n, drawn.ids_n, drawn.behaviour_n, drawn.raw_n) for drawn in written]
+    rows_n, ids_n, behaviour_n, raw_n = (torch.cat(column).cpu() for column in zip(*in_steps, strict=True))
     order_n = rows_n.argsort(stable=True)  # rows in order, and each row's tokens as they were written
     lengths = rows_n.bincount(minlength=len(stopped_B)).tolist()
     columns = [column[order_n].split(lengths) for column in (ids_n, behaviour_n.float(), raw_n.float())]
@@ -231,6 +257,23 @@ def _by_row(written: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], stopped_B:
         Completion(
             *(values.clone() for values in row),  # not views, which would keep the whole batch alive
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            kept_ids=kept_ids,
+            kept_lengths=kept_lengths,
         )
-        for *row, stopped in zip(*columns, stopped_B.tolist(), strict=True)
+        for *row, stopped, (kept_ids, kept_lengths) in zip(
+            *columns, stopped_B.tolist(), _kept_by_row(written, order_n, lengths), strict=True
+        )
     ]
+
+
+def _kept_by_row(
+    written: Sequence[_Drawn], order_n: Tensor, lengths: Sequence[int]
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Of each row the ids that its tokens were drawn from, and how many are each token's; None where not recorded."""
+    sets = list[Tensor]()  # of each token, in the order of writing
+    for drawn in written:
+        if drawn.kept_ids_m is None or drawn.kept_lengths_n is None:
+            return [(None, None)] * len(lengths)
+        sets += drawn.kept_ids_m.split(drawn.kept_lengths_n.tolist())
+    of_rows = [[sets[token] for token in tokens.tolist()] for tokens in order_n.split(list(lengths))]
+    return [(torch.cat(row), torch.tensor([len(ids) for ids in row], dtype=torch.int32)) for row in of_rows]

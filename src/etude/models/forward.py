@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from etude.core.collate import pad_rows
+from etude.core.collate import kept_sets, pad_rows
 from etude.core.linear import OutputHead
 from etude.core.logprobs import next_token_logprobs, pick, predicted_from
 from etude.core.records import Rollout
@@ -149,6 +149,28 @@ def completion_logprobs_and_entropies(
 ) -> list[Tensor]:
     """[2, C] float32 on the CPU for each row: the same, and the entropy in nats of what each id was drawn from."""
     return _by_row(token_logprobs_and_entropies, states, head, rollouts, temperature)
+
+
+def completion_logprobs_and_kept_masses(
+    states: Sequence[Tensor], head: OutputHead, rollouts: Sequence[Rollout], temperature: float
+) -> list[Tensor]:
+    """[2, C] float32 on the CPU for each row: the same, and the log of the probability on each id's kept set.
+
+    It is 0 in a row without kept sets, from which nothing was cut; a term that is renormalised trains no such row.
+    """
+    found = kept_sets(rollouts)
+    sets = None if found is None else found.to(states[0].device)
+
+    def marks(hidden_ND: Tensor, head: OutputHead, ids_N: Tensor, temperature: float) -> Tensor:
+        def of_part(logprobs_nV: Tensor, at_n: Tensor) -> Tensor:
+            tokens = slice(int(at_n[0]), int(at_n[-1]) + 1)
+            drawn_n = pick(logprobs_nV, ids_N[tokens])
+            mass_n = torch.zeros_like(drawn_n) if sets is None else sets.log_mass(logprobs_nV, tokens)
+            return torch.stack([drawn_n, mass_n])
+
+        return _read(hidden_ND, head, torch.arange(len(ids_N)), temperature, of_part)
+
+    return _by_row(marks, states, head, rollouts, temperature)
 
 
 def _by_row(

@@ -210,6 +210,10 @@ class AbstractStudent(ABC):
         """The same, and beside it [C] the entropy, in nats, of the distribution in front of each completion id."""
 
     @abstractmethod
+    def logprobs_and_kept_masses(self, rollouts: Sequence[Rollout], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """The same, and beside it [C] the log of the probability on the ids each completion id was drawn from."""
+
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the student as a folder that transformers (or peft, for an adapter) loads."""
 

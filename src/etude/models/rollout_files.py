@@ -64,6 +64,8 @@ def tensors_of(rollout: Rollout) -> dict[str, Tensor | None]:
         "behaviour_logprobs": rollout.behaviour_logprobs,
         "raw_logprobs": rollout.raw_logprobs,
         "written": rollout.written,
+        "kept_ids": rollout.kept_ids,
+        "kept_lengths": rollout.kept_lengths,
     }
 
 
@@ -102,4 +104,6 @@ def rollout_of(fact: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: s
         behaviour_logprobs=tensors.get(prefix + "behaviour_logprobs"),
         raw_logprobs=tensors.get(prefix + "raw_logprobs"),
         written=tensors.get(prefix + "written"),
+        kept_ids=tensors.get(prefix + "kept_ids"),
+        kept_lengths=tensors.get(prefix + "kept_lengths"),
     )

@@ -37,6 +37,9 @@ class InProcessSampler(AbstractSampler):
         dtype: precision to write in, such as "bfloat16". Another one than the backbone's makes a copy of its weights;
             the same one, or None, shares the modules.
         rows_per_batch: most rows decoded side by side.
+        record_kept: keep on each rollout which ids top-p and top-k left to draw each token from, for a term that is
+            renormalised over them. They are 4 bytes an id in memory, in a replay store and in a checkpoint; with a
+            nucleus of a thousand ids, 4 kB a token.
 
     Raises:
         RecipeError: a stop id lies beyond the backbone's vocabulary.
@@ -50,6 +53,7 @@ class InProcessSampler(AbstractSampler):
         source: Source = Source.STUDENT,
         dtype: str | None = None,
         rows_per_batch: int = 64,
+        record_kept: bool = False,
     ) -> None:
         unknown = [stop_id for stop_id in settings.stop_ids if stop_id >= backbone.vocab_size]
         if unknown:
@@ -61,6 +65,7 @@ class InProcessSampler(AbstractSampler):
         self.source = source
         self.version = 0
         self.rows_per_batch = rows_per_batch
+        self.record_kept = record_kept
         self.backbone, self._copied = backbone, False  # the model that writes
         if dtype is not None and dtype != str(next(backbone.parameters()).dtype).removeprefix("torch."):
             self.backbone, self._copied = backbone.copy_as(dtype), True
@@ -77,9 +82,12 @@ class InProcessSampler(AbstractSampler):
             return write_in_batches(prompts, self.rows_per_batch, partial(self._write, key=key))
 
     def with_settings(self, settings: SamplingSettings) -> InProcessSampler:
-        """A sampler that writes with the same weights in another way; a low-precision copy is shared by both."""
+        """A sampler that writes with the same weights in another way; a low-precision copy is shared by both.
+
+        It records no kept sets: another distribution's are not what a term asks for, and a whole vocabulary a token is.
+        """
         other = copy(self)
-        other.settings = settings
+        other.settings, other.record_kept = settings, False
         return other
 
     def refresh(self, student: AbstractStudent, version: int) -> None:
@@ -119,6 +127,8 @@ class InProcessSampler(AbstractSampler):
             version=self.version,
             behaviour_logprobs=completion.behaviour_logprobs,
             raw_logprobs=completion.raw_logprobs,
+            kept_ids=completion.kept_ids,
+            kept_lengths=completion.kept_lengths,
         )
 
     def damaged(self, prompt: Prompt) -> NonFiniteError:
@@ -144,7 +154,8 @@ class InProcessSampler(AbstractSampler):
                 )
 
     def _write(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
-        completions = decode(self.begin(prompts), uniforms(prompts, key, self.settings), self.settings)
+        draws = uniforms(prompts, key, self.settings)
+        completions = decode(self.begin(prompts), draws, self.settings, record_kept=self.record_kept)
         return [self.rollout(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 

@@ -17,6 +17,7 @@ from etude.errors import ModelError
 from etude.models.forward import (
     completion_logprobs,
     completion_logprobs_and_entropies,
+    completion_logprobs_and_kept_masses,
     completion_states,
     evaluating,
     first_too_long,
@@ -61,6 +62,11 @@ class Student(AbstractStudent):
         """The same and, from the same pass, [C] entropies in nats. Raises as `logprobs`."""
         both = self._read(rollouts, temperature, completion_logprobs_and_entropies)
         return [(logprobs_C, entropies_C) for logprobs_C, entropies_C in both]
+
+    def logprobs_and_kept_masses(self, rollouts: Sequence[Rollout], temperature: float) -> list[tuple[Tensor, Tensor]]:
+        """The same and, from the same pass, [C] log-probabilities of the kept sets. Raises as `logprobs`."""
+        both = self._read(rollouts, temperature, completion_logprobs_and_kept_masses)
+        return [(logprobs_C, masses_C) for logprobs_C, masses_C in both]
 
     def _read(
         self, rollouts: Sequence[Rollout], temperature: float, marks: Callable[..., list[Tensor]]

@@ -21,7 +21,13 @@ from etude.axes.names import Gives
 from etude.core.linear import OutputHead
 from etude.core.records import Rollout, Scores
 from etude.errors import PairError
-from etude.models.forward import completion_logprobs, completion_states, evaluating, first_too_long
+from etude.models.forward import (
+    completion_logprobs,
+    completion_logprobs_and_kept_masses,
+    completion_states,
+    evaluating,
+    first_too_long,
+)
 from etude.models.roles import AbstractBackbone, AbstractTeacher
 
 
@@ -34,7 +40,7 @@ class InProcessTeacher(AbstractTeacher):
         tokens_per_batch: padded tokens of one forward pass.
     """
 
-    gives = frozenset({Gives.SAMPLED_LOGPROBS, Gives.HIDDEN_STATES})
+    gives = frozenset({Gives.SAMPLED_LOGPROBS, Gives.HIDDEN_STATES, Gives.KEPT_MASS})
 
     def __init__(self, name: str, backbone: AbstractBackbone, *, tokens_per_batch: int = 8192) -> None:
         self.name = name
@@ -47,7 +53,7 @@ class InProcessTeacher(AbstractTeacher):
         Args:
             rollouts: rows of any lengths; they are read in batches of like length.
             needs: what to hand over, from `gives`.
-            temperature: the loss temperature, for `sampled_logprobs`; hidden states do not depend on it.
+            temperature: the loss temperature, for log-probabilities and masses; hidden states do not depend on it.
 
         Raises:
             PairError: `needs` holds what this teacher does not give, or a row exceeds its context window.
@@ -60,13 +66,23 @@ class InProcessTeacher(AbstractTeacher):
         with torch.no_grad(), self.marking(), evaluating(self.backbone):
             for indices, states in completion_states(self.backbone, rollouts, self.tokens_per_batch):
                 rows = [rollouts[index] for index in indices]
-                logprobs = [None] * len(rows)
-                if Gives.SAMPLED_LOGPROBS in needs:
-                    logprobs = completion_logprobs(states, self.backbone.head(), rows, temperature)
+                drawn = self._of_drawn(states, rows, needs, temperature)
                 kept = [states_CD.cpu() if Gives.HIDDEN_STATES in needs else None for states_CD in states]
-                for index, sampled, hidden in zip(indices, logprobs, kept, strict=True):
-                    marks[index] = Scores(self.name, sampled_logprobs=sampled, hidden=hidden)
+                for index, (sampled, mass), hidden in zip(indices, drawn, kept, strict=True):
+                    marks[index] = Scores(self.name, sampled_logprobs=sampled, hidden=hidden, kept_mass=mass)
         return [marks[index] for index in range(len(rollouts))]
+
+    def _of_drawn(
+        self, states: Sequence[Tensor], rows: Sequence[Rollout], needs: frozenset[Gives], temperature: float
+    ) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Of each row the log-probabilities of its ids and of their kept sets, each where it is needed."""
+        head = self.backbone.head()
+        if Gives.KEPT_MASS in needs:
+            both = completion_logprobs_and_kept_masses(states, head, rows, temperature)
+            return [(drawn_C if Gives.SAMPLED_LOGPROBS in needs else None, mass_C) for drawn_C, mass_C in both]
+        if Gives.SAMPLED_LOGPROBS in needs:
+            return [(drawn_C, None) for drawn_C in completion_logprobs(states, head, rows, temperature)]
+        return [(None, None)] * len(rows)
 
     def marking(self) -> AbstractContextManager[None]:
         """Inside, the backbone is what marks; afterwards it is what it was."""

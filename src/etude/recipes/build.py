@@ -36,6 +36,7 @@ from etude.recipes.teachers import Load, backbones, loading_once, require_teache
 from etude.recipes.teachers import gives_of as gives_of_teacher
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
+from etude.text.vocabulary import real_vocabulary
 from etude.training.evaluation import Evaluation
 from etude.training.learner import Learner
 from etude.training.loop import Parts
@@ -45,8 +46,10 @@ from etude.training.state import Saver
 TEACHER = "teacher"  # the name terms know the model of [teacher] by
 
 
-def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage: int = 0) -> Parts:
-    """Everything a run, or its stage of this index, is made of.
+def build(
+    recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage: int = 0, start: Path | None = None
+) -> Parts:
+    """Everything a run, or its stage of this index, is made of; `start` holds the student that the stage begins with.
 
     Raises:
         UsageError: something does not fit; the sentence says what, where and what to do.
@@ -58,10 +61,11 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage
     device = choose_device(recipe, world)
     require_teacher(recipe, device)
     data = read_data(recipe)
+    require_ids(recipe, data)
     student = load_student(recipe, device)
     load = loading_once(load_backbone)
     teacher = load_teacher(recipe, device, student, load)
-    reference = load_reference(recipe, device, load) if REFERENCE in objective.teachers else None
+    reference = load_reference(recipe, device, load, start) if REFERENCE in objective.teachers else None
     teachers = {model.name: model for model in (teacher, reference) if model is not None}
     require_gives(objective, {name: model.gives for name, model in teachers.items()})
     choose_threads(recipe.device.threads, num_parameters(student, *teachers.values()))
@@ -70,7 +74,11 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage
     for line in (*found, data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}"):
         tracker.say(line)
     own = InProcessSampler(
-        student.backbone, settings, dtype=device.sampler_dtype, rows_per_batch=recipe.sampler.rows_per_batch
+        student.backbone,
+        settings,
+        dtype=device.sampler_dtype,
+        rows_per_batch=recipe.sampler.rows_per_batch,
+        record_kept=objective.needs_kept_sets,
     )
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs, stage)
     return Parts(
@@ -137,6 +145,17 @@ def require_rows(recipe: Recipe, world: World) -> None:
         )
 
 
+def require_ids(recipe: Recipe, data: Data) -> None:
+    """No term keeps more ids than there are: it would be the whole vocabulary under another name."""
+    vocab_size = real_vocabulary(data.tokenizer)
+    for place, term in enumerate(recipe.terms):
+        if term.top_k is not None and term.top_k > vocab_size:
+            raise RecipeError(
+                f'terms.{place} ("{term.name}") has top_k = {term.top_k} and the vocabulary {vocab_size} ids; lower '
+                'top_k, or write support = "full"'
+            )
+
+
 def facts_of(
     settings: SamplingSettings, device: Device, data: Data, checkpoints: Mapping[str, str]
 ) -> dict[str, object]:
@@ -164,12 +183,18 @@ def load_student(recipe: Recipe, device: Device) -> Student:
         compute_dtype=device.compute_dtype,
         device=device.name,
         keep_layers=config.keep_layers,
-        lora=None if config.lora is None else LoraSettings(**config.lora.model_dump(), seed=recipe.seed),
+        lora=adapters_of(recipe),
         activation_checkpointing=config.activation_checkpointing,
         dropout=config.dropout,
         trust_remote_code=config.trust_remote_code,
     )
     return Student(backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
+
+
+def adapters_of(recipe: Recipe) -> LoraSettings | None:
+    """What [student.lora] puts on; None: all weights are trained."""
+    lora = recipe.student.lora
+    return None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed)
 
 
 def load_teacher(recipe: Recipe, device: Device, student: Student, load: Load) -> AbstractTeacher | None:
@@ -180,16 +205,25 @@ def load_teacher(recipe: Recipe, device: Device, student: Student, load: Load) -
     return teacher_of(config, TEACHER, recipe=recipe, device=device, student=student, load=load)
 
 
-def load_reference(recipe: Recipe, device: Device, load: Load) -> FrozenTeacher:
-    """The frozen model of [reference]; where it is left out, the student as it begins, without new adapters."""
+def load_reference(recipe: Recipe, device: Device, load: Load, start: Path | None) -> FrozenTeacher:
+    """The frozen model of [reference]; where it is left out, the student as the run, or its stage, begins.
+
+    That is the model of [student] before new adapters, which change nothing yet, or with the weights or adapters of
+    `start`, taken as the student takes them: the last checkpoint of the stage before, the same at every resume.
+    """
     config = recipe.reference
-    backbone = load(
+    begun = config is None and start is not None
+    read = load_backbone if begun else load  # what takes other weights on must be nobody else's
+    backbone = read(
         config.model if config else recipe.student.model,
         dtype=config.dtype if config and config.dtype != "auto" else device.compute_dtype,
         device=device.name,
         keep_layers=None if config else recipe.student.keep_layers,
+        lora=adapters_of(recipe) if begun else None,
         trust_remote_code=config.trust_remote_code if config else recipe.student.trust_remote_code,
     )
+    if begun and start is not None:
+        backbone.restore(start)
     return FrozenTeacher(REFERENCE, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
 
 

@@ -31,11 +31,13 @@ def save_round(folder: Path, rows: Sequence[Scored]) -> None:
             "advantages": row.advantages,
             "student_logprobs": row.student_logprobs,
             "student_entropy": row.student_entropy,
+            "student_kept_mass": row.student_kept_mass,
             "candidates": row.candidates,
         }
         for name, scores in row.scores.items():
             named[f"scores.{name}.sampled_logprobs"] = scores.sampled_logprobs
             named[f"scores.{name}.hidden"] = scores.hidden
+            named[f"scores.{name}.kept_mass"] = scores.kept_mass
         tensors |= packed(f"{i}.", named)
         facts.append(facts_of(row.rollout) | {"teachers": list(row.scores), "reward": row.reward})
     save_tensors(folder / _TENSORS, tensors)
@@ -57,6 +59,7 @@ def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Score
             teacher=name,
             sampled_logprobs=tensors.get(f"{prefix}scores.{name}.sampled_logprobs"),
             hidden=tensors.get(f"{prefix}scores.{name}.hidden"),
+            kept_mass=tensors.get(f"{prefix}scores.{name}.kept_mass"),
         )
         for name in fact["teachers"]
     }
@@ -67,6 +70,7 @@ def _row(fact: dict[str, Any], tensors: dict[str, Tensor], prefix: str) -> Score
         advantages=tensors.get(prefix + "advantages"),
         student_logprobs=tensors.get(prefix + "student_logprobs"),
         student_entropy=tensors.get(prefix + "student_entropy"),
+        student_kept_mass=tensors.get(prefix + "student_kept_mass"),
         candidates=tensors.get(prefix + "candidates"),
         reward=fact["reward"],
     )

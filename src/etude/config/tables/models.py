@@ -185,7 +185,10 @@ class TeacherConfig(Noun):
 
 
 class ReferenceConfig(Noun):
-    """`[reference]`: what a term stays near, or extrapolates away from; frozen. Left out: the student as it begins."""
+    """`[reference]`: what a term stays near, or extrapolates away from; frozen.
+
+    Left out: the student as the run begins, in a stage the student as that stage does.
+    """
 
     model: str = Field(
         description="A name on the hub, a folder, a GGUF file, or a shipped model (etude:maze-student); a run's folder "

@@ -9,7 +9,19 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from etude.axes.legality import RULES, Point, Sampling, judge, require_legal
-from etude.axes.names import LABEL, REWARD, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
+from etude.axes.names import (
+    LABEL,
+    REWARD,
+    Baseline,
+    Correctness,
+    Divergence,
+    Estimator,
+    Form,
+    Importance,
+    Source,
+    Support,
+    Tail,
+)
 from etude.core.objective import Objective, Term
 from etude.errors import LegalityError
 
@@ -85,6 +97,7 @@ def every_point() -> list[Point]:
         for sampling in samplings
     ]
     chosen = [replace(point, chosen_by_draw=True) for point in (*kept, *differentiated)]
+    verdicts = [replace(point, answers=kind) for point in (*alike, *differentiated) for kind in ("right", "wrong")]
     rewards = [
         replace(point, estimator=POLICY, importance=importance, discount=discount, shaped=shaped)
         for point in differentiated
@@ -114,7 +127,7 @@ def every_point() -> list[Point]:
         for shaped in (True, False)
         for sampling in samplings
     ]
-    return [*alike, *detached, *kept, *differentiated, *chosen, *rewards, *judged]
+    return [*alike, *detached, *kept, *differentiated, *chosen, *verdicts, *rewards, *judged]
 
 
 def test_every_combination_ends_in_a_rule_and_every_rule_is_reached() -> None:
@@ -170,6 +183,10 @@ def written(point: Point, **sampling: object) -> Point:
         (written(GOLD, rows=frozenset({STUDENT, DATASET})), "label-own-rows"),
         (written(GOLD, rows=frozenset({STUDENT}), steps_per_round=4), "label-own-rows"),
         (replace(GOLD, support=Support.TOP_K, tail=Tail.BUCKET), "label-support"),
+        (written(replace(GOLD, answers="wrong"), rows=frozenset({STUDENT})), "label-wrong-rows"),
+        (written(replace(GOLD, answers="wrong"), rows=frozenset({STUDENT, DATASET}), top_p=0.9), "label-wrong-rows"),
+        (written(replace(SAMPLED, answers="right"), top_p=0.9), "truncated-sampling"),
+        (written(replace(GRADIENT, answers="wrong"), stale=True), "uncorrected-replay"),
         (replace(JUDGED, divergence=Divergence.JSD), "reward-divergence"),
         (replace(JUDGED, support=Support.FULL), "reward-support"),
         (replace(JUDGED, support=Support.TOP_K, tail=Tail.BUCKET), "reward-support"),
@@ -246,6 +263,21 @@ WITHIN_RATIO = replace(WITHIN, importance=Importance.RATIO)
         (written(GOLD, rows=frozenset({STUDENT}), top_p=0.9), "label-shifted-rows", "surrogate"),
         (written(GOLD, rows=frozenset({STUDENT, DATASET}), temperature=1.001), "label-shifted-rows", "surrogate"),
         (written(GOLD, temperature=0.7), "label", "exact"),
+        (replace(GOLD, answers="wrong"), "label", "exact"),
+        (written(replace(GOLD, answers="right"), rows=frozenset({STUDENT})), "label-right-rows", "surrogate"),
+        (
+            written(replace(GOLD, answers="right"), rows=frozenset({STUDENT}), top_p=0.9),
+            "label-right-rows",
+            "surrogate",
+        ),
+        *((replace(Point(), answers=kind), "full", "exact") for kind in ("right", "wrong")),
+        *(
+            (replace(point, answers=kind), "chosen-by-outcome", "surrogate")
+            for point in (SAMPLED, GRADIENT, TAIL, replace(SAMPLED, chosen_by_draw=True))
+            for kind in ("right", "wrong")
+        ),
+        (replace(TOP_K, answers="right"), "bucket", "surrogate"),
+        (replace(GRADIENT, answers="right", shaped=True), "shaped-advantages", "surrogate"),
         *((Point(divergence=divergence), "full", "exact") for divergence in Divergence),
         (Point(divergence=Divergence.ADAPTIVE_KL, detached=True), "detached", "surrogate"),
         (Point(divergence=Divergence.SKEW_REVERSE_KL, detached=True), "detached", "surrogate"),
@@ -349,6 +381,10 @@ class Written:
     discount: float = 0.0
     sources: tuple[Source, ...] = field(default=tuple(Source))
     confident_wrong_share: float | None = None
+    train_special: bool = True
+    correctness: Correctness | None = None
+    right_weight: float = 1.0
+    wrong_weight: float = 1.0
 
 
 @pytest.mark.parametrize(
@@ -363,6 +399,12 @@ class Written:
         (Written(support=Support.TOP_K, top_k=1, tail=Tail.SAMPLED), replace(TAIL, one_id=True)),
         (Written(confident_wrong_share=0.1), Point(chosen_by_draw=True)),
         (Written(support=Support.SAMPLED, renormalise=True), replace(SAMPLED, renormalised=True)),
+        (Written(train_special=False), Point(chosen_by_draw=True)),
+        (Written(correctness=Correctness.RIGHT), Point(answers="right")),
+        (Written(correctness=Correctness.WRONG), Point(answers="wrong")),
+        (Written(right_weight=2.0), Point(answers="right")),
+        (Written(right_weight=0.5), Point(answers="wrong")),
+        (Written(wrong_weight=0.5), Point(answers="right")),
         *(
             (Written(support=Support.SAMPLED, estimator=POLICY, **{key: value}), replace(GRADIENT, shaped=shaped))
             for key, value, shaped in (
@@ -417,6 +459,9 @@ def every_term() -> Iterator[dict[str, object]]:
             base = {"teacher": teacher, "divergence": divergence, "detach_mixture": detach}
             for estimator in Estimator:
                 yield base | {"estimator": estimator}
+                for kind in Correctness:
+                    yield base | {"estimator": estimator, "correctness": kind}
+                yield base | {"estimator": estimator, "wrong_weight": 0.5}
                 if teacher != LABEL:
                     yield base | {"estimator": estimator, "confident_wrong_share": 0.1}
                 for k, tail in itertools.product((1, 2), Tail):
@@ -424,6 +469,7 @@ def every_term() -> Iterator[dict[str, object]]:
             for form in (None, *Form):
                 sampled = base | {"support": Support.SAMPLED, "form": form}
                 yield sampled
+                yield sampled | {"correctness": Correctness.RIGHT}
                 if teacher != LABEL:
                     yield sampled | {"confident_wrong_share": 0.1}
                 importances, discounts = tuple(Importance), (0.0, 0.5, 1.0)

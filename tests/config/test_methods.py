@@ -55,6 +55,13 @@ def test_the_ones_with_a_reward():
     alone = {key: table for key, table in LEAST.items() if key != "teacher"}
     grpo = load_recipe(alone | {"method": "grpo"})
     assert (grpo.teacher, grpo.sampler.samples_per_prompt, grpo.terms[0].discount) == (None, 8, 1.0)
+    wrong, right = load_recipe(LEAST | {"method": "scope"}).terms
+    assert (wrong.correctness, wrong.divergence, right.correctness, right.teacher) == (
+        "wrong",
+        "reverse_kl",
+        "right",
+        "label",
+    )
     both = load_recipe(LEAST | {"method": "gkd-rl"})
     assert sum(term.coefficient for term in both.terms) == 1.0  # alpha and 1 - alpha
 

@@ -259,6 +259,40 @@ def test_name_and_output():
         ),
         ({"terms.0": REWARDED | {"form": "k1"}, "data.verifier": "exact"}, 'teacher is not "reward"'),
         ({"terms.0.extrapolation": 0}, "greater than 0"),
+        ({"terms.0.source_weights.student": 0}, "source_weights.student 0.0; expected a number above 0; sources says"),
+        (
+            {"terms.0.source_weights.teacher": 0.5},
+            "terms.0: source_weights.teacher does nothing, rows come from student; remove it",
+        ),
+        (
+            {"terms.0": {"correctness": "right"}},
+            'terms.0 ("reverse_kl") asks which rows are right and nobody judges the answers; write data.verifier',
+        ),
+        ({"terms.0.wrong_weight": 0.5}, "asks which rows are right and nobody judges the answers"),
+        (
+            {"terms.0": {"correctness": "right", "right_weight": 2.0}, "data.verifier": "exact"},
+            "right_weight = 2.0 does nothing here, it counts only when correctness is left out and teacher is not",
+        ),
+        (
+            {"terms.0": REWARDED | {"correctness": "right"}, "data.verifier": "exact"},
+            'correctness = "right" does nothing here, it counts only when teacher is not "reward"',
+        ),
+        (
+            {"terms.0.perplexity_temperature": 1.0},
+            "perplexity_temperature = 1.0 does nothing here, it counts only when correctness is written",
+        ),
+        (
+            {"terms.0": {"correctness": "right", "perplexity_temperature": 1.0}, "data.verifier": "exact"},
+            'terms.0 ("reverse_kl") has a perplexity_temperature and each prompt is answered once',
+        ),
+        (
+            {
+                "terms.0": {"correctness": "right", "perplexity_temperature": 1.0},
+                "data.verifier": "exact",
+                "sampler": {"samples_per_prompt": 4, "replay_fraction": 0.5},
+            },
+            "has a perplexity_temperature and a replayed answer is one to another question",
+        ),
         ({"terms.0.entropy_share": 1}, "less than 1"),
         (
             {"sampler.replay_capacity": 9},
@@ -316,6 +350,22 @@ def test_a_reward_needs_a_judge_and_no_teacher():
         grouped = {"terms.0": REWARDED | {"baseline": "group"}, "sampler.samples_per_prompt": 2}
         assert recipe(grouped | judge).terms[0].baseline == "group"
     assert not recipe().rewarded
+
+
+def test_a_verdict_needs_a_judge():
+    for term in ({"correctness": "wrong"}, {"right_weight": 2.0}):
+        assert recipe({"terms.0": term, "data.verifier": "exact"}).rewarded
+
+
+def test_weights_by_source_are_those_that_were_written():
+    weighed = recipe(
+        {
+            "terms.0.source_weights": {"student": 2.0, "teacher": 0.5},
+            "sampler": {"student_fraction": 0.5, "other": "teacher"},
+        }
+    )
+    assert weighed.terms[0].values()["source_weights"] == {Source.STUDENT: 2.0, Source.TEACHER: 0.5}
+    assert recipe().terms[0].values()["source_weights"] == {}
 
 
 def test_supervised_fine_tuning_needs_no_teacher():

@@ -515,3 +515,118 @@ def test_a_groups_rows_are_compared_whatever_tokens_are_chosen() -> None:
         with_entropy(row_of([1.0, 1.0], row=1, group=0, reward=1.0), 2.0, 0.3),
     ]
     assert trained(judged(baseline=Baseline.GROUP, entropy_share=0.5), rows) == near([0.5, 0.5])
+
+
+# Weights of a row ---------------------------------------------------------------------------------------------------
+
+
+def told(
+    row: int,
+    *,
+    score: float | None = None,
+    group: int | None = None,
+    student: Sequence[float] = (-1.0, -1.0),
+    teacher: Sequence[float] = (-1.0, -1.0),
+    source: Source = Source.STUDENT,
+    ids: Sequence[int] = (3, 3),
+    written: Sequence[bool] | None = None,
+) -> Scored:
+    """A row of two tokens with these log-probabilities and this verdict."""
+    rollout = Rollout(
+        Prompt(as_ids([1]), row=row, group=group),
+        as_ids(list(ids)),
+        source,
+        FinishReason.STOP,
+        version=0,
+        written=None if written is None else torch.tensor(written),
+    )
+    marks = Scores("teacher", sampled_logprobs=torch.tensor(teacher))
+    return Scored(rollout, {"teacher": marks}, student_logprobs=torch.tensor(student), reward=score)
+
+
+def weights_of(term: Term, rows: Sequence[Scored]) -> list[list[float]]:
+    return [weights[0].tolist() for weights, _ in prepared(term, rows)]
+
+
+def test_special_tokens_are_left_out_of_every_source() -> None:
+    rows = [told(source, source=who, ids=(3, 7)) for source, who in enumerate(Source)]
+    assert weights_of(Term(left_out_ids=[7]), rows) == [[1.0, 0.0]] * 3
+    assert weights_of(Term(left_out_ids=[7], reduction=Reduction.SEQUENCE_MEAN), rows) == [[1.0, 0.0]] * 3
+    assert weights_of(Term(), rows) == [[1.0, 1.0]] * 3
+
+
+@pytest.mark.parametrize("reduction", [Reduction.TOKEN_MEAN, Reduction.SEQUENCE_MEAN])
+def test_rows_weigh_by_who_wrote_them_and_count_as_ever(reduction: Reduction) -> None:
+    rows = [told(0), told(1, source=Source.TEACHER), told(2, source=Source.DATASET)]
+    each = 1.0 if reduction is Reduction.TOKEN_MEAN else 0.5
+    term = Term(source_weights={Source.TEACHER: 0.5, Source.DATASET: 2.0}, reduction=reduction)
+    assert weights_of(term, rows) == [[each] * 2, [0.5 * each] * 2, [2 * each] * 2]
+
+
+def test_right_and_wrong_rows() -> None:
+    rows = [told(0, score=1.0), told(1, score=0.5), told(2, score=0.49), told(3, score=0.0)]
+    of_row = {
+        (1, 1, 0, 0): Term(correctness="right"),
+        (0, 0, 1, 1): Term(correctness="wrong"),
+        (2, 2, 0.25, 0.25): Term(right_weight=2.0, wrong_weight=0.25),
+        (1, 1, 3, 3): Term(wrong_weight=3.0),
+    }
+    for expected, term in of_row.items():
+        assert weights_of(term, rows) == [[float(weight)] * 2 for weight in expected]
+    both = Term(wrong_weight=3.0, source_weights={"student": 0.5})
+    assert weights_of(both, rows) == [[0.5] * 2, [0.5] * 2, [1.5] * 2, [1.5] * 2]
+
+
+@pytest.mark.parametrize("term", [Term(correctness="wrong"), Term(right_weight=2.0)])
+def test_a_verdict_is_asked_for(term: Term) -> None:
+    with pytest.raises(RecordError, match="term 'reverse_kl' asks whether row 4 is right, and the row has no score"):
+        prepared(term, [told(4)])
+    with pytest.raises(RecordError, match="row 4 is right: the verifier's score is 2.5; expected 0"):
+        prepared(term, [told(4, score=2.5)])
+    elsewhere = told(4, source=Source.DATASET)  # is not trained, so nobody need judge it
+    alone_here = Term(correctness=term.correctness, right_weight=term.right_weight, sources={Source.STUDENT})
+    assert weights_of(alone_here, [elsewhere]) == [[0.0, 0.0]]
+
+
+LOG2 = math.log(2)
+OF_TWO_QUESTIONS = [  # perplexities in the comments
+    told(0, group=0, score=1.0, student=(-LOG2, -LOG2), teacher=(-9.0, -9.0)),  # student 2
+    told(1, group=0, score=1.0, student=(-LOG2, -3 * LOG2), teacher=(-9.0, -9.0)),  # student 4
+    told(2, group=0, score=0.0, student=(-9.0, -9.0), teacher=(-LOG2, -LOG2)),  # teacher 2
+    told(3, group=1, score=0.0, student=(-9.0, -9.0), teacher=(-LOG2, -7.0), written=(True, False)),  # teacher 2
+    told(4, group=1, score=0.0, student=(-9.0, -9.0), teacher=(-3 * LOG2, -3 * LOG2)),  # teacher 8
+    told(5, group=1, score=1.0, student=(-9.0, -9.0), teacher=(-9.0, -9.0)),  # alone
+    told(6, group=1, score=0.0, source=Source.DATASET, teacher=(-0.0, -0.0)),  # not the student's
+]
+RIGHT = Term(correctness="right", perplexity_temperature=1.0, sources=["student"])
+WRONG = Term(correctness="wrong", perplexity_temperature=1.0, sources=["student"])
+
+
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [
+        (RIGHT, [2 / 3, 4 / 3, 0, 0, 0, 1, 0]),  # 2 to 4
+        (WRONG, [0, 0, 1, 1.6, 0.4, 0, 0]),  # 1/2 to 1/8
+    ],
+)
+@pytest.mark.parametrize("share", [7, 0, 1, 4])
+def test_rows_weigh_by_perplexity_among_those_of_their_question(term: Term, expected: list[float], share: int) -> None:
+    """However the rows lie on two ranks, and in whatever order."""
+    for rows in (OF_TWO_QUESTIONS, OF_TWO_QUESTIONS[::-1]):
+        ranks = [rows[:share], rows[share:]]
+        both = on_ranks(
+            lambda rank, total, gather, of=ranks: prepare([term], of[rank], step=0, total=total, gather=gather), 2
+        )
+        for row in (row for rank in both for row in rank):
+            assert row.weights is not None
+            assert row.weights.max().item() == pytest.approx(expected[row.rollout.prompt.row], abs=1e-6)
+
+
+def test_what_a_perplexity_is_made_of() -> None:
+    row = told(0, score=1.0)
+    bare = Scored(row.rollout, row.scores, reward=1.0)
+    with pytest.raises(RecordError, match="by the student's perplexity, and row 0 lacks the student's log-prob"):
+        prepared(RIGHT, [bare])
+    unmarked = Scored(row.rollout, {}, student_logprobs=row.student_logprobs, reward=0.0)
+    with pytest.raises(RecordError, match="needs the log-probabilities of student and teacher 'teacher' for row 0"):
+        prepared(WRONG, [unmarked])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from etude.axes.names import (
@@ -111,6 +113,32 @@ def test_top_k_left_open_is_the_teachers_with_a_bucket() -> None:
         ({"first_tokens": Ramp(8, 2, kind="linear", last=4), "skip_first": 2}, "with skip_first 2; the horizon must"),
         ({"first_tokens": Ramp(0.4, 8, kind="linear", last=4)}, "with skip_first 0; the horizon must lie beyond"),
         ({"first_tokens": Ramp(8, 2.4, kind="linear", last=4), "skip_first": 2}, "with skip_first 2; the horizon must"),
+        ({"source_weights": {"student": 0.0}}, "source_weights.student 0.0; expected a number above 0; sources says"),
+        ({"source_weights": {"student": math.inf}}, "source_weights.student inf; expected a number above 0"),
+        ({"source_weights": {"teacher": 2.0}, "sources": ["student"]}, "it trains no rows of 'teacher'"),
+        ({"wrong_weight": 0.0}, "has wrong_weight 0.0; expected a number above 0; correctness says"),
+        ({"right_weight": math.nan}, "has right_weight nan; expected a number above 0"),
+        ({"right_weight": 2.0, "wrong_weight": 2.0}, "both 2.0; that is its coefficient"),
+        (
+            {"correctness": "right", "right_weight": 2.0},
+            "right_weight 2.0 and wrong_weight 1.0 with correctness 'right'; these weigh both kinds",
+        ),
+        (
+            {**POLICY, "teacher": "reward", "correctness": "right"},
+            "with teacher 'reward'; a reward says by itself which rows are right",
+        ),
+        ({**POLICY, "teacher": "reward", "wrong_weight": 2.0}, "a reward says by itself which rows are right"),
+        ({"perplexity_temperature": 1.0}, "has perplexity_temperature 1.0 without correctness; right rows are weighed"),
+        ({"correctness": "right", "perplexity_temperature": 0.0}, "has perplexity_temperature 0.0; expected a number"),
+        (
+            {
+                "teacher": "label",
+                "divergence": Divergence.FORWARD_KL,
+                "correctness": "wrong",
+                "perplexity_temperature": 1.0,
+            },
+            "on wrong rows with teacher 'label'; wrong rows are weighed by a model's perplexity",
+        ),
         ({"teacher_entropy": -0.1}, "has teacher_entropy -0.1 with teacher 'teacher'; expected a threshold in nats"),
         (
             {"teacher": "label", "divergence": Divergence.FORWARD_KL, "teacher_entropy": 0.5},
@@ -248,3 +276,24 @@ def test_what_moves_with_the_step() -> None:
     assert [term.coefficient_at(step) for step in range(5)] == [1.0, 1.0, 0.5, 0.0, 0.0]
     assert [term.horizon_at(step) for step in range(5)] == [2, 3, 4, 5, 5]
     assert (Term(first_tokens=7).horizon_at(3), Term().horizon_at(3), Term().coefficient_at(3)) == (7, None, 1.0)
+
+
+def test_what_weights_of_rows_ask_for() -> None:
+    label = {"teacher": "label", "divergence": Divergence.FORWARD_KL}
+    asked = [
+        (Term(), False, False, {HIDDEN}),
+        (Term(source_weights={"student": 0.5}), False, False, {HIDDEN}),
+        (Term(correctness="right"), True, False, {HIDDEN}),
+        (Term(right_weight=2.0), True, False, {HIDDEN}),
+        (Term(correctness="wrong", perplexity_temperature=1.0), True, False, {HIDDEN, DRAWN}),
+        (Term(correctness="right", perplexity_temperature=1.0), True, True, {HIDDEN}),
+        (Term(**label, correctness="right", perplexity_temperature=1.0), True, True, {Gives.LABELS}),
+    ]
+    for term, verdict, student, needs in asked:
+        assert (term.verdicts_needed, term.student_logprobs_needed, term.needs) == (verdict, student, needs)
+
+
+def test_a_term_trains_special_tokens_unless_it_has_their_ids() -> None:
+    assert Term().train_special
+    assert not Term(left_out_ids=[3, 3]).train_special
+    assert Term(left_out_ids=[3, 3]) == Term(left_out_ids={3})

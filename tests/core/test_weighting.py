@@ -14,18 +14,17 @@ from etude.axes.names import FinishReason, Source
 from etude.core.divergences import LOG_OF_ZERO
 from etude.core.records import Prompt, Rollout, as_ids
 from etude.core.weighting import (
-    correctness_weight,
     disagreement_weights,
     entropy,
     entropy_gate,
     id_mask,
     informative_thresholds,
     informative_tokens,
+    is_right,
     perplexity_weights,
     position_mask,
     row_mask,
     share_threshold,
-    source_weight,
 )
 
 EVERYBODY = frozenset(Source)
@@ -138,76 +137,67 @@ def test_provenance_of_another_row(written_C: Tensor) -> None:
 # Weights of a row -----------------------------------------------------------------------------------------------------
 
 
-def test_by_source() -> None:
-    weights = {Source.STUDENT: 0.5, Source.TEACHER: 1.5, Source.DATASET: 0.0}
-    assert {source: source_weight(source, weights) for source in Source} == weights
-    with pytest.raises(ValueError, match=r"no weight for source 'dataset', only for \['student'\]"):
-        source_weight(Source.DATASET, {Source.STUDENT: 1.0})
-
-
-@pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan])
-def test_a_weight_is_a_number_from_zero(weight: float) -> None:
-    with pytest.raises(ValueError, match="weight of source 'student' is"):
-        source_weight(Source.STUDENT, {Source.STUDENT: weight})
-    with pytest.raises(ValueError, match="right answers is"):
-        correctness_weight(0.0, correct=weight, incorrect=1.0)
-    with pytest.raises(ValueError, match="wrong answers is"):
-        correctness_weight(1.0, correct=1.0, incorrect=weight)
-
-
 def test_by_correctness() -> None:
-    assert [correctness_weight(s, correct=2.0, incorrect=0.0) for s in (0.0, 0.4, 0.5, 0.9, 1.0)] == [0, 0, 2, 2, 2]
+    assert [is_right(score) for score in (0.0, 0.4, 0.5, 0.9, 1.0)] == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("score", [-0.1, 1.1, math.nan])
 def test_a_score_is_a_share(score: float) -> None:
     with pytest.raises(ValueError, match="the verifier's score is"):
-        correctness_weight(score, correct=1.0, incorrect=0.0)
+        is_right(score)
 
 
-def by_perplexity(student: list[float], teacher: list[float], correct: list[bool], temperature: float) -> Tensor:
-    """Of rows whose mean log-probabilities are minus the log of these perplexities."""
+def by_perplexity(perplexities: list[float], groups: list[int], power: float, own: slice = slice(None)) -> Tensor:
+    """Of the rows in `own`, out of a round whose rows have these perplexities."""
+    means_N, groups_N = -torch.tensor(perplexities, dtype=torch.float64).log(), torch.tensor(groups)
     return perplexity_weights(
-        student_mean_logprobs_G=-torch.tensor(student, dtype=torch.float64).log(),
-        teacher_mean_logprobs_G=-torch.tensor(teacher, dtype=torch.float64).log(),
-        correct_G=torch.tensor(correct),
-        temperature=temperature,
+        means_N[own], groups_N[own], power=power, round_logprobs_N=means_N, round_groups_N=groups_N
     )
 
 
 @pytest.mark.parametrize(
-    ("temperature", "expected"),
+    ("power", "expected"),
     [
-        # Right: student perplexities 1, 4, 4 (of 9, times 3 rows). Wrong: 1/2, 1/8 by the teacher (of 5/8, times 2).
-        (1.0, [1 / 3, 1.6, 4 / 3, 0.4, 4 / 3]),
-        # Square roots: 1, 2, 2 of 5; and 1/sqrt(2), 1/sqrt(8), that is 2 to 1.
-        (2.0, [0.6, 4 / 3, 1.2, 2 / 3, 1.2]),
+        (1.0, [1 / 3, 1.6, 4 / 3, 0.4, 4 / 3]),  # group 0: 1, 4, 4 of 9, times 3 rows; group 1: 8, 2 of 10, times 2
+        (-1.0, [2.0, 0.4, 0.5, 1.6, 0.5]),  # 1, 1/4, 1/4 of 3/2; 1/8, 1/2 of 5/8
+        (0.5, [0.6, 4 / 3, 1.2, 2 / 3, 1.2]),  # 1, 2, 2 of 5; 2 to 1
     ],
 )
-def test_by_perplexity(temperature: float, expected: list[float]) -> None:
-    correct = [True, False, True, False, True]
-    weights = by_perplexity([1.0, 77.0, 4.0, 77.0, 4.0], [77.0, 2.0, 77.0, 8.0, 77.0], correct, temperature)
-    assert weights.tolist() == pytest.approx(expected, abs=1e-12)
+def test_by_perplexity(power: float, expected: list[float]) -> None:
+    perplexities, groups = [1.0, 8.0, 4.0, 2.0, 4.0], [0, 1, 0, 1, 0]
+    assert by_perplexity(perplexities, groups, power).tolist() == pytest.approx(expected, abs=1e-12)
+    for own in (slice(0, 2), slice(2, 5), slice(0, 0)):  # as the rows of ranks
+        assert by_perplexity(perplexities, groups, power, own).tolist() == pytest.approx(expected[own], abs=1e-12)
 
 
-@pytest.mark.parametrize("correct", [[True] * 4, [False] * 4, [True, False, False, False], [False, True, True, False]])
-def test_perplexity_weights_have_mean_one_in_each_kind(correct: list[bool]) -> None:
-    weights = by_perplexity([1.5, 2.0, 9.0, 3.0], [4.0, 1.1, 7.0, 30.0], correct, temperature=0.7)
-    for kind in (torch.tensor(correct), ~torch.tensor(correct)):
-        if kind.any():
-            assert weights[kind].mean().item() == pytest.approx(1.0, abs=1e-12)
+@pytest.mark.parametrize("groups", [[0, 0, 0, 0], [0, 1, 2, 3], [5, 2, 2, 2]])
+def test_perplexity_weights_have_mean_one_in_each_group(groups: list[int]) -> None:
+    weights = by_perplexity([1.5, 2.0, 9.0, 3.0], groups, power=1 / 0.7)
+    for group in set(groups):
+        assert weights[torch.tensor(groups) == group].mean().item() == pytest.approx(1.0, abs=1e-12)
 
 
 def test_an_impossible_row_gives_no_nan() -> None:
-    weights = by_perplexity([math.inf, 2.0, 1.0, 1.0], [1.0, 1.0, math.inf, 2.0], [True, True, False, False], 1.0)
-    assert weights.tolist() == [2.0, 0.0, 0.0, 2.0]
+    assert by_perplexity([math.inf, 2.0, 1.0, 1.0], [0, 0, 1, 1], 1.0).tolist() == [2.0, 0.0, 1.0, 1.0]
+    assert by_perplexity([math.inf, 2.0, 1.0, 1.0], [0, 0, 1, 1], -1.0).tolist() == [0.0, 2.0, 1.0, 1.0]
+
+
+def test_nobody_to_weigh() -> None:
+    assert by_perplexity([], [], 1.0).shape == (0,)
 
 
 def test_perplexities_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="perplexity temperature is 0.0"):
-        by_perplexity([1.0], [1.0], [True], 0.0)
-    with pytest.raises(ValueError, match=r"shapes \(1,\), \(2,\) and \(2,\)"):
-        by_perplexity([1.0], [1.0, 1.0], [True, True], 1.0)
+    for power in (0.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="power of the perplexity is"):
+            by_perplexity([1.0], [0], power)
+    with pytest.raises(ValueError, match=r"shapes \(1,\) and \(2,\), of the round \(2,\) and \(2,\)"):
+        perplexity_weights(
+            torch.zeros(1),
+            torch.zeros(2, dtype=torch.int64),
+            power=1.0,
+            round_logprobs_N=torch.zeros(2),
+            round_groups_N=torch.zeros(2, dtype=torch.int64),
+        )
 
 
 # Disagreement ---------------------------------------------------------------------------------------------------------
@@ -397,9 +387,7 @@ def test_no_weight_carries_a_gradient() -> None:
         disagreement_weights(c),
         disagreement_weights(c, mask_C=c > 0),
         informative(student_entropy, c, (0.5, 0.5)),
-        perplexity_weights(
-            student_mean_logprobs_G=c, teacher_mean_logprobs_G=c, correct_G=c > c.median(), temperature=1.0
-        ),
+        perplexity_weights(c, torch.zeros(4), power=1.0, round_logprobs_N=c, round_groups_N=torch.zeros(4)),
     ]
     assert [weight.requires_grad for weight in made] == [False] * len(made)
     thresholds = informative_thresholds(student_entropy, c, entropy_share=0.5, disagreement_share=0.5)

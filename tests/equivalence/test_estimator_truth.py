@@ -97,13 +97,15 @@ def expected_gradient(
     step: int = 0,
     groups: Sequence[tuple[int, ...]] = SINGLES,
     kept: Tensor | None = None,
+    rewards: Tensor = REWARDS,
 ) -> Tensor:
     """[13, 3] of the objective's one term, summed over tokens, on the student's logits.
 
     `behaviour` [27, 3] are the log-probabilities under whoever wrote; `first_step` the student's logits when advantages
     were made; `advantages` [27, 3] replaces them; `written` [3] says which tokens were not a tool's; `groups` are
     completions of one question, every row weighted with the probability that all of its group are written; `kept`
-    [13, 3] are the ids that the sampler kept at each state, without which no other completion is written.
+    [13, 3] are the ids that the sampler kept at each state, without which no other completion is written; `rewards`
+    [27] are what a verifier says.
     """
     before = token_logprobs(first_step, objective.temperature)
     models = {"teacher": TEACHER, REFERENCE: ORIGIN}
@@ -136,7 +138,7 @@ def expected_gradient(
             for name, logits in models.items()
         }
         own = {"student_logprobs": before[y], "student_entropy": entropies[y]}
-        rows.append(Scored(rollout, marks, reward=REWARDS[y].item(), student_kept_mass=mass_of(first_step, y), **own))
+        rows.append(Scored(rollout, marks, reward=rewards[y].item(), student_kept_mass=mass_of(first_step, y), **own))
     prepared = objective.prepare(rows, step=step)
     weighted = list[Scored]()
     for (number, y), row in zip(answers, prepared, strict=True):
@@ -1140,6 +1142,79 @@ def test_confident_and_wrong_tokens() -> None:
         assert not same(found, whole)
 
 
+@pytest.mark.parametrize("left_out", [{1}, {0, 2}])
+def test_special_tokens_are_not_trained(left_out: set[int]) -> None:
+    """Over the whole vocabulary states are weighed by how often another token is drawn; of drawn tokens, draws go."""
+    trained = ~torch.isin(TOKENS_YC, torch.tensor(sorted(left_out)))
+    whole = token_level(Divergence.REVERSE_KL, trained=trained)
+    assert same(expected_gradient(legal("exact", left_out_ids=left_out)), whole)
+    for axes in (SAMPLED, POLICY):
+        found = expected_gradient(legal("surrogate", **axes, left_out_ids=left_out))
+        assert same(found, weighted_scores(trained * LOG_RATIOS))
+        assert not same(found, whole)
+
+
+VERDICTS = (REWARDS > 0.3).double()
+IS_RIGHT = VERDICTS[:, None].expand(-1, LENGTH)  # [27, 3]
+OUTCOMES = [
+    ({"correctness": "right"}, IS_RIGHT),
+    ({"correctness": "wrong"}, 1 - IS_RIGHT),
+    ({"right_weight": 2.0, "wrong_weight": 0.5}, 0.5 + 1.5 * IS_RIGHT),
+    ({"wrong_weight": 3.0}, 3.0 - 2.0 * IS_RIGHT),
+]
+
+
+def share_of_right(logits: Tensor) -> Tensor:
+    return (token_logprobs(logits).sum(-1).exp() * VERDICTS).sum()
+
+
+@pytest.mark.parametrize(("term", "weights"), OUTCOMES)
+def test_rows_chosen_or_weighed_by_their_outcome(term: dict[str, object], weights: Tensor) -> None:
+    """States are weighed by how rows through them end; a drawn token is no longer a draw of the student's there."""
+    whole = token_level(Divergence.REVERSE_KL, trained=weights)
+    assert same(expected_gradient(legal("exact", **term), rewards=VERDICTS), whole)
+    assert not same(whole, REVERSE)
+    for axes in (SAMPLED, POLICY):
+        found = expected_gradient(legal("surrogate", **axes, **term), rewards=VERDICTS)
+        assert same(found, weighted_scores(weights * LOG_RATIOS))
+        assert not same(found, whole)
+    tail = {"support": Support.TOP_K, "top_k": 1, "tail": Tail.SAMPLED}
+    assert not same(expected_gradient(legal("surrogate", **tail, **term), rewards=VERDICTS), whole)
+    everything = top_k(VOCAB, Owner.TEACHER, Tail.BUCKET, **term)  # nothing left for the bucket
+    assert same(expected_gradient(everything, rewards=VERDICTS), whole)
+
+
+LABELLED = {"teacher": "label", "divergence": Divergence.FORWARD_KL}
+
+
+@pytest.mark.parametrize(
+    ("term", "times"), [({"correctness": "right"}, 1.0), ({"right_weight": 2.0, "wrong_weight": 0.5}, 1.5)]
+)
+def test_label_on_own_right_rows_makes_them_likelier(term: dict[str, object], times: float) -> None:
+    """The gradient of minus the probability to be right, as of a reward of 1: not zero, as on all rows alike."""
+    found = expected_gradient(legal("surrogate", **LABELLED, **term), rewards=VERDICTS)
+    assert found.abs().max() > 0.05
+    assert same(found, gradient_of(lambda student: -times * share_of_right(student)))
+
+
+def test_answers_weighed_by_perplexity_within_their_question() -> None:
+    """Of two answers to one question: 2 / (1 + ratio of the perplexities) where both are of the kind, else 1."""
+    student_Y, teacher_Y = OWN.mean(-1), token_logprobs(TEACHER).mean(-1)
+    written = probabilities(OWN)
+    for kind, logits_Y in (("right", -student_Y / 0.5), ("wrong", teacher_Y / 0.5)):
+        of_kind = VERDICTS.bool() if kind == "right" else ~VERDICTS.bool()
+        weights_Y = torch.zeros(27, dtype=torch.float64)
+        for y, other in PAIRS:
+            if of_kind[y]:
+                share = torch.stack([logits_Y[y], logits_Y[other]]).softmax(0)[0] if of_kind[other] else 0.5
+                weights_Y[y] += 2 * written[other] * 2 * share  # either place in the pair
+        term = {"correctness": kind, "perplexity_temperature": 0.5}
+        found = expected_gradient(legal("exact", **term), rewards=VERDICTS, groups=PAIRS)
+        expected = token_level(Divergence.REVERSE_KL, trained=weights_Y[:, None])
+        assert same(found, expected), kind
+        assert not same(found, 2 * token_level(Divergence.REVERSE_KL, trained=of_kind[:, None])), kind
+
+
 # Refused: what each would have done ---------------------------------------------------------------------------------
 
 
@@ -1190,6 +1265,14 @@ def label_estimator() -> None:
 def entropy(student: Tensor) -> Tensor:
     logprobs = student.log_softmax(-1)
     return (probabilities(OWN)[:, None] * -(logprobs.exp() * logprobs).sum(-1)[STATES_YC]).sum()
+
+
+def label_wrong_rows() -> None:
+    """Wrong answers become likelier: the gradient of the share of right ones, downhill."""
+    for term, times in (({"correctness": "wrong"}, 1.0), ({"wrong_weight": 3.0}, 2.0)):
+        found = expected_gradient(unjudged(**LABELLED, **term), rewards=VERDICTS)
+        assert found.abs().max() > 0.05
+        assert same(found, gradient_of(lambda student, times=times: times * share_of_right(student)))
 
 
 def label_own_rows() -> None:
@@ -1359,6 +1442,7 @@ DEMONSTRATIONS: Sequence[Callable[[], None]] = (
     label_divergence,
     label_support,
     label_estimator,
+    label_wrong_rows,
     label_own_rows,
     reward_divergence,
     reward_support,

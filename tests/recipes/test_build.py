@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractDecoding, AbstractSampler
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.recipes.build import build, objective_of, require_gives, term_of
+from etude.recipes.data import read_data
 from etude.recipes.run import check
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import Tracker
@@ -57,7 +58,9 @@ def made(settings: dict[str, Any], *changes: str) -> Parts:
 
 class TestTerms:
     def test_a_terms_keys_are_the_arguments_of_term(self) -> None:
-        assert set(TermConfig.model_fields) == {field.name for field in fields(Term)}
+        """But for special tokens: a recipe says whether, a term says which."""
+        keys = set(TermConfig.model_fields) - {"train_special"}
+        assert keys == {field.name for field in fields(Term)} - {"left_out_ids"}
 
     def test_every_value_arrives(self) -> None:
         config = TermConfig.model_validate(
@@ -68,10 +71,13 @@ class TestTerms:
                 "coefficient": 2.0,
                 "sources": ["student"],
                 "train_truncated": False,
+                "source_weights": {"student": 0.5},
+                "right_weight": 2.0,
                 "reduction": "sequence_mean",
             }
         )
-        term = term_of(config)
+        term = term_of(config, {3})
+        assert (term.source_weights, term.right_weight, term.left_out_ids) == ({Source.STUDENT: 0.5}, 2.0, frozenset())
         assert (term.name, term.divergence, term.beta, term.coefficient) == ("mine", Divergence.JSD, 0.9, 2.0)
         assert (set(term.sources), term.train_truncated, term.reduction) == ({Source.STUDENT}, False, "sequence_mean")
 
@@ -111,6 +117,31 @@ class TestNeeds:
     ) -> None:
         with pytest.raises(PairError, match=sentence):
             require_gives(objective, gives)
+
+
+class TestWeights:
+    def test_special_tokens_but_for_the_end_of_an_answer(self, settings: dict[str, Any]) -> None:
+        """<pad> 0, <s> 1, </s> 2 and <unk> 3; w1 is 8, an ordinary word whatever it ends."""
+        changes = ["terms.0.train_special=false", 'sampler.stop=["w1"]']
+        (term,) = made(settings, *changes).objective.terms
+        assert term.left_out_ids == {0, 1, 3}
+        (term,) = made(settings).objective.terms
+        assert term.left_out_ids == frozenset()
+
+    def test_nothing_special_but_ends(self, settings: dict[str, Any]) -> None:
+        recipe = load_recipe(settings, ["terms.0.train_special=false", 'sampler.stop=["<pad>", "<s>", "<unk>"]'])
+        assert [line for line in read_data(recipe).warnings if line.startswith("train_special = false leaves nothing")]
+
+    def test_the_verifier_routes_what_the_student_wrote(self, settings: dict[str, Any]) -> None:
+        parts = made(settings | {"method": "scope"}, "sampler.samples_per_prompt=2", "train.prompts_per_round=3")
+        parts = replace(parts, reward=lambda rollout: float(rollout.prompt.row != 3))
+        rows, _ = gather(parts, State(), number=0)
+        for row in rows:
+            assert row.weights is not None
+            on_wrong, on_right = (bool(weights.any()) for weights in row.weights)
+            assert (on_wrong, on_right) == (row.rollout.prompt.row == 3, row.rollout.prompt.row != 3)
+        firsts = {row.rollout.prompt.row: row.weights.max().item() for row in rows if row.weights is not None}
+        assert [firsts[0] + firsts[1], firsts[2], firsts[3], firsts[4] + firsts[5]] == pytest.approx([2, 1, 1, 2])
 
 
 class TestRewards:

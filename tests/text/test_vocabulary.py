@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from etude.errors import ModelError, PairError
-from etude.text.vocabulary import real_vocabulary, require_same, stop_ids
+from etude.text.vocabulary import real_vocabulary, require_same, special_ids, stop_ids
 
 
 def words(ids: dict[str, int], **roles: str) -> PreTrainedTokenizerFast:
@@ -49,6 +49,15 @@ def test_an_added_token_on_one_side_only_is_refused() -> None:
     teacher.add_tokens(["<think>"])
     with pytest.raises(PairError, match=r"6 / 7 tokens, 1 ids differ.*id 6 is missing / '<think>'"):
         require_same(student, teacher)
+
+
+def test_special_ids_are_those_the_tokenizer_marks_so() -> None:
+    tokenizer = words(SMALL, eos_token="</s>", additional_special_tokens=["<end>"])
+    assert special_ids(tokenizer) == {0, 2, 3}
+    tokenizer.add_tokens(["<think>"])
+    assert special_ids(tokenizer) == {0, 2, 3}
+    tokenizer.add_tokens([AddedToken("<tool>", special=True)])
+    assert special_ids(tokenizer) == {0, 2, 3, 7}
 
 
 def test_stop_ids_are_the_tokenizers_the_folders_and_the_named_ones() -> None:

@@ -29,7 +29,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from etude.axes.names import LABEL, REWARD, Baseline, Divergence, Estimator, Form, Importance, Source, Support, Tail
+from etude.axes.names import (
+    LABEL,
+    REWARD,
+    Baseline,
+    Correctness,
+    Divergence,
+    Estimator,
+    Form,
+    Importance,
+    Source,
+    Support,
+    Tail,
+)
 from etude.axes.terms import TermValues
 from etude.errors import LegalityError
 
@@ -73,6 +85,7 @@ class Point:
     one_id: bool = False  # top-k support that keeps a single id a side
     detached: bool = False  # part of the divergence is held constant on purpose
     shaped: bool = False  # policy gradient only: advantages are centred, scaled, clipped or weighed
+    answers: Literal["all", "right", "wrong"] = "all"  # whether rows of one verdict alone are trained, or weigh more
     chosen_by_draw: bool = False  # whether a token is trained depends on what was drawn, not on its state alone
     loss_temperature: float = 1.0  # of both softmaxes in the loss
     sampling: Sampling = Sampling()  # its rows: only those the term meets
@@ -98,7 +111,8 @@ class Point:
             or term.baseline in (Baseline.BATCH, Baseline.GROUP)
             or term.advantage_clip is not None
             or term.disagreement_weight is not None,
-            chosen_by_draw=term.confident_wrong_share is not None,
+            answers=_answers(term),
+            chosen_by_draw=term.confident_wrong_share is not None or not term.train_special,
             loss_temperature=loss_temperature,
             sampling=replace(sampling, rows=sampling.rows & frozenset(term.sources)),
         )
@@ -118,6 +132,7 @@ class Point:
             "importance": self.importance if self._policy_gradient else "",
             "coefficients": "detached" if self.detached else "differentiated",
             "advantages": ("shaped" if self.shaped else "plain") if self._policy_gradient else "",
+            "answers": self.answers,
             "choice": "draw" if self.chosen_by_draw else "state",
             "rows": self._rows,
             "tokens": self._tokens,
@@ -156,6 +171,14 @@ class Point:
         if self.sampling.joint and Source.STUDENT in self.sampling.rows:
             return "joint"
         return "own" if self.sampling.temperature == self.loss_temperature else "tempered"
+
+
+def _answers(term: TermValues) -> Literal["all", "right", "wrong"]:
+    if term.correctness is not None:
+        return "right" if term.correctness is Correctness.RIGHT else "wrong"
+    if term.right_weight == term.wrong_weight:
+        return "all"
+    return "right" if term.right_weight > term.wrong_weight else "wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +226,20 @@ RULES: tuple[Rule, ...] = (
         "refused",
         "a policy gradient needs the teacher's log-probability of the drawn id, which is minus infinity off the label",
         'write estimator = "analytic"',
+    ),
+    Rule(
+        "label-wrong-rows",
+        {"teacher": ("label",), "rows": ("student", "mixed"), "answers": ("wrong",)},
+        "refused",
+        "cross-entropy on the student's own wrong answers makes them likelier, at the expense of the right ones",
+        'write correctness = "right" or a larger right_weight, or let a teacher mark the wrong rows',
+    ),
+    Rule(
+        "label-right-rows",
+        {"teacher": ("label",), "rows": ("student", "mixed"), "answers": ("right",)},
+        "surrogate",
+        "rejection sampling: cross-entropy on the student's own right answers has the gradient of a reward of 1 for "
+        "each (for its own draws), and no teacher's",
     ),
     Rule(
         "label-own-rows",
@@ -443,10 +480,17 @@ RULES: tuple[Rule, ...] = (
         "advantages are those of the student at the round's first step: right there, lagging behind in later steps",
     ),
     Rule(
+        "chosen-by-outcome",
+        {"answers": ("right", "wrong")},
+        "surrogate",
+        "rows are kept or weighed for how they ended, so of the student's draws only those that led there are averaged",
+    ),
+    Rule(
         "chosen-by-draw",
         {"choice": ("draw",)},
         "surrogate",
-        "tokens are kept for what was drawn, so the mean runs over the draws that looked confident and wrong alone",
+        "tokens are kept for what was drawn, so the mean runs over some draws alone: those that looked confident and "
+        "wrong, or are no special tokens",
     ),
     Rule(
         "renormalised-reward",

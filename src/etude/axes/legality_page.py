@@ -28,7 +28,10 @@ AXES: Mapping[str, str] = {
     "`differentiated`",
     "advantages": "`shaped` where they are centred over the batch or the group, whitened, divided by length, clipped "
     "or weighed, else `plain`",
-    "choice": "what decides whether a token is trained: the `draw` as well (`confident_wrong_share`), or the `state`",
+    "answers": "what a verifier's verdict on a row changes: `right` where right rows alone are trained or weigh more, "
+    "`wrong` likewise, else `all`",
+    "choice": "what decides whether a token is trained: the `draw` as well (`confident_wrong_share`, `train_special`), "
+    "or the `state`",
     "rows": "who wrote the rows the term meets: the `student`, `others`, both (`mixed`), nobody (`none`)",
     "tokens": "what the student's rows are drawn from: its `own` distribution at the loss temperature, the same at "
     "another temperature (`tempered`), cut by top-p, top-k or temperature 0 (`truncated`, unless the loss "

@@ -25,6 +25,13 @@ class Source(StrEnum):
     TEACHER = "teacher"
 
 
+class Correctness(StrEnum):
+    """What a verifier says of a whole answer, for a term that trains one kind only (axis 6)."""
+
+    RIGHT = "right"  # its score is 0.5 or more
+    WRONG = "wrong"
+
+
 class FinishReason(StrEnum):
     """Why a completion ended; decided where it was written, never guessed from ids later."""
 

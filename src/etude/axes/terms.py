@@ -6,7 +6,8 @@ promises is `legality`'s question, asked afterwards. Pure Python: a recipe is ch
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from typing import NoReturn, Protocol
 
 from etude.axes.names import (
@@ -14,6 +15,7 @@ from etude.axes.names import (
     REFERENCE,
     REWARD,
     Baseline,
+    Correctness,
     Divergence,
     Estimator,
     Form,
@@ -85,6 +87,18 @@ class TermValues(Protocol):
     @property
     def first_tokens(self) -> float | Ramp | None: ...
     @property
+    def train_special(self) -> bool: ...
+    @property
+    def source_weights(self) -> Mapping[Source, float]: ...
+    @property
+    def correctness(self) -> Correctness | None: ...
+    @property
+    def right_weight(self) -> float: ...
+    @property
+    def wrong_weight(self) -> float: ...
+    @property
+    def perplexity_temperature(self) -> float | None: ...
+    @property
     def disagreement_weight(self) -> float | None: ...
     @property
     def teacher_entropy(self) -> float | None: ...
@@ -110,6 +124,8 @@ def check_term(term: TermValues) -> None:
         _check_importance,
         _check_tokens,
         _check_choice,
+        _check_rows,
+        _check_perplexity,
         _check_reward,
     ):
         check(term)
@@ -236,6 +252,59 @@ def _check_choice(term: TermValues) -> None:
             term,
             f"confident_wrong_share {term.confident_wrong_share} with teacher 'label'",
             "who is wrong is said by a model's log-probability of the drawn token",
+        )
+
+
+def asks_verdict(term: TermValues) -> bool:
+    """Whether a verifier must say of each row if it is right."""
+    return term.correctness is not None or term.right_weight != term.wrong_weight
+
+
+def _check_rows(term: TermValues) -> None:
+    """Weights of whole rows: each above 0, and none that only repeats another key."""
+    weights = {f"source_weights.{source}": weight for source, weight in term.source_weights.items()}
+    verdicts = {"right_weight": term.right_weight, "wrong_weight": term.wrong_weight}
+    for key, weight in (weights | verdicts).items():
+        if not 0.0 < weight < math.inf:
+            leaves_out = "sources says" if key in weights else "correctness says"
+            _refuse(term, f"{key} {weight}", f"expected a number above 0; {leaves_out} whose rows are left out")
+    for source in term.source_weights:
+        if source not in term.sources:
+            _refuse(term, f"source_weights.{source}", f"it trains no rows of '{source}', see its sources")
+    if term.correctness is not None and (term.right_weight, term.wrong_weight) != (1.0, 1.0):
+        _refuse(
+            term,
+            f"right_weight {term.right_weight} and wrong_weight {term.wrong_weight} with correctness "
+            f"'{term.correctness}'",
+            "these weigh both kinds of rows, and one kind alone has its coefficient",
+        )
+    if term.right_weight == term.wrong_weight != 1.0:
+        _refuse(term, f"right_weight and wrong_weight both {term.right_weight}", "that is its coefficient")
+    if asks_verdict(term) and term.teacher == REWARD:
+        _refuse(
+            term,
+            f"correctness {term.correctness}, right_weight {term.right_weight} and wrong_weight {term.wrong_weight} "
+            "with teacher 'reward'",
+            "a reward says by itself which rows are right",
+        )
+
+
+def _check_perplexity(term: TermValues) -> None:
+    if term.perplexity_temperature is None:
+        return
+    if not 0.0 < term.perplexity_temperature < math.inf:
+        _refuse(term, f"perplexity_temperature {term.perplexity_temperature}", "expected a number above 0")
+    if term.correctness is None:
+        _refuse(
+            term,
+            f"perplexity_temperature {term.perplexity_temperature} without correctness",
+            "right rows are weighed by the student's perplexity, wrong ones by the teacher's, so say which it trains",
+        )
+    if term.correctness is Correctness.WRONG and term.teacher == LABEL:
+        _refuse(
+            term,
+            f"perplexity_temperature {term.perplexity_temperature} on wrong rows with teacher 'label'",
+            "wrong rows are weighed by a model's perplexity",
         )
 
 

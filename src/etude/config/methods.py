@@ -115,6 +115,22 @@ _ROWS = (
         "to Dr. GRPO (2025), which divides neither by the group's deviation nor by the answer's length.",
     ),
     Method(
+        "scope",
+        "the teacher marks the wrong answers, and the student learns its own right ones by heart, each answer weighed "
+        "by perplexity against the others to its question",
+        {
+            "sampler": {"student_fraction": 1.0, "temperature": 1.0, "samples_per_prompt": 8},
+            "terms": [
+                _term("reverse_kl", correctness="wrong", perplexity_temperature=1.0, name="wrong"),
+                _term("forward_kl", teacher="label", correctness="right", perplexity_temperature=1.0, name="right"),
+            ],
+        },
+        "Zheng et al. (2026), arXiv 2604.10688",
+        "8 answers, both temperatures and equal coefficients are ours. The weights of a question's right answers have "
+        "the mean 1 here, and so have those of its wrong ones, which keeps a term's scale; each term is divided by its "
+        "own tokens.",
+    ),
+    Method(
         "thinking-machines",
         "the student writes, the log-ratio of each drawn token is its advantage: only one number a token is needed",
         {
@@ -284,8 +300,8 @@ _ROWS = (
             "terms": [_term("reverse_kl", support="top_k", top_k=64, owner="teacher", tail="truncate")],
         },
         "arXiv 2603.25562; the detached coefficient arXiv 2605.11182",
-        'k and top_p are ours. The paper also leaves special tokens out. owner = "student" with top_k = 16 is another '
-        "published point.",
+        "k and top_p are ours. The paper also leaves special tokens out (train_special = false, but for the end of an "
+        'answer). owner = "student" with top_k = 16 is another published point.',
     ),
     Method(
         "entropy-aware",

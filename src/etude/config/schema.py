@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from etude.axes.legality import Sampling
 from etude.axes.names import REFERENCE, REWARD, Baseline, Source
+from etude.axes.terms import asks_verdict
 from etude.config.noun import Idle, Many, Noun, spelled
 from etude.config.tables.data import DataConfig
 from etude.config.tables.models import ReferenceConfig, StudentConfig, TeacherConfig
@@ -112,6 +113,12 @@ class Recipe(Noun):
                     f"terms.{place}: sources = {spelled(term.sources)} trains nothing, rows come from "
                     f"{' and '.join(sorted(self.sampler.writers))}; name one of those"
                 )
+            for source in term.as_term.source_weights:
+                if source not in self.sampler.writers:
+                    raise ValueError(
+                        f"terms.{place}: source_weights.{source} does nothing, rows come from "
+                        f"{' and '.join(sorted(self.sampler.writers))}; remove it"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -171,6 +178,11 @@ class Recipe(Noun):
                     f'terms.{place} ("{term.name}") trains on a reward and nobody judges the answers; write '
                     "data.verifier, or take prompts from a data.task"
                 )
+            if asks_verdict(term.as_term) and self.data.task is None and self.data.verifier is None:
+                raise ValueError(
+                    f'terms.{place} ("{term.name}") asks which rows are right and nobody judges the answers; write '
+                    "data.verifier, or take prompts from a data.task"
+                )
             if term.baseline is Baseline.GROUP and self.sampler.samples_per_prompt < 2:
                 raise ValueError(
                     f'terms.{place} ("{term.name}") has baseline = "group" and each prompt is answered once, so that '
@@ -183,10 +195,30 @@ class Recipe(Noun):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_perplexity(self) -> Self:
+        """A row's perplexity is compared with those of the other answers to its question."""
+        if self.stages is not None:
+            return self
+        for place, term in enumerate(self.terms):
+            if term.perplexity_temperature is None:
+                continue
+            if self.sampler.samples_per_prompt < 2:
+                raise ValueError(
+                    f'terms.{place} ("{term.name}") has a perplexity_temperature and each prompt is answered once, so '
+                    "that every answer would weigh 1; write sampler.samples_per_prompt = 2 or more"
+                )
+            if self.sampler.replay.highest > 0:
+                raise ValueError(
+                    f'terms.{place} ("{term.name}") has a perplexity_temperature and a replayed answer is one to '
+                    "another question than those around it; write sampler.replay_fraction = 0"
+                )
+        return self
+
     @property
     def rewarded(self) -> bool:
         """Whether a term trains on what the verifier says."""
-        return any(term.teacher == REWARD for term in self.terms)
+        return any(term.teacher == REWARD or asks_verdict(term.as_term) for term in self.terms)
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:

@@ -22,13 +22,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from etude.axes.names import REFERENCE, REWARD, Baseline, Importance
+from etude.axes.names import REFERENCE, REWARD, Baseline, Correctness, Importance
 from etude.core import estimators
 from etude.core.records import Scored
 from etude.core.reduction import row_weights
 from etude.core.term import Term
 from etude.core.transforms import extrapolated
-from etude.core.weighting import disagreement_weights, informative_thresholds, informative_tokens, row_mask
+from etude.core.weighting import (
+    disagreement_weights,
+    informative_thresholds,
+    informative_tokens,
+    is_right,
+    perplexity_weights,
+    row_mask,
+)
 from etude.errors import RecordError
 
 Total = Callable[[Tensor], Tensor]
@@ -60,6 +67,7 @@ def prepare(
         for term, mask_C in zip(terms, of_row, strict=True):
             _require_kept(term, row, mask_C)
     # Before tokens are chosen: which rows are compared does not depend on what is worth training in them.
+    weights = [_row_weights(term, scored, [of_row[j] for of_row in masks], gather) for j, term in enumerate(terms)]
     rewards = [_rewards(term, scored, [of_row[j] for of_row in masks], total, gather) for j, term in enumerate(terms)]
     candidates = [torch.tensor([int(mask_C.sum()) for mask_C in of_row]) for of_row in masks]
     # Before tokens are chosen as well: a chosen token answers for all that follow in the term's stretch of the row.
@@ -75,23 +83,85 @@ def prepare(
             _centre(term, [of_row[j] for of_row in advantages], [of_row[j] for of_row in masks], total)
     return [
         row.with_prepared(
-            weights=torch.stack([_weights(term, row, mask_C) for term, mask_C in zip(terms, of_row, strict=True)]),
+            weights=torch.stack(
+                [_weights(term, row, mask_C) * w[r] for term, mask_C, w in zip(terms, of_row, weights, strict=True)]
+            ),
             advantages=torch.stack([_clipped(*each) for each in zip(terms, values, of_row, strict=True)]),
             candidates=candidates_J,
         )
-        for row, of_row, values, candidates_J in zip(scored, masks, advantages, candidates, strict=True)
+        for r, (row, of_row, values, candidates_J) in enumerate(zip(scored, masks, advantages, candidates, strict=True))
     ]
 
 
 def _mask(term: Term, row: Scored, step: int) -> Tensor:
-    return row_mask(
+    mask_C = row_mask(
         row.rollout,
         sources=term.sources,
         train_truncated=term.train_truncated,
         skip_first=term.skip_first,
         first_tokens=term.horizon_at(step),
+        left_out_ids=term.left_out_ids,
         written_C=row.rollout.written,
     )
+    if term.correctness is not None and bool(mask_C.any()):
+        mask_C &= _is_right(term, row) == (term.correctness is Correctness.RIGHT)
+    return mask_C
+
+
+def _is_right(term: Term, row: Scored) -> bool:
+    if row.reward is None:
+        raise RecordError(
+            f"term '{term.name}' asks whether row {row.rollout.prompt.row} is right, and the row has no score; let a "
+            "verifier judge it"
+        )
+    try:
+        return is_right(row.reward)
+    except ValueError as error:
+        raise RecordError(f"term '{term.name}' asks whether row {row.rollout.prompt.row} is right: {error}") from None
+
+
+def _row_weights(term: Term, scored: Sequence[Scored], masks: Sequence[Tensor], gather: Gather) -> list[float]:
+    """Of each row what its tokens weigh for who wrote it and how it ended; 1 where the term does not train it."""
+    trained = [bool(mask_C.any()) for mask_C in masks]
+    weights = [
+        term.source_weights.get(row.rollout.source, 1.0) * _verdict_weight(term, row) if own else 1.0
+        for row, own in zip(scored, trained, strict=True)
+    ]
+    if term.perplexity_temperature is None:
+        return weights
+    compared = [row for row, own in zip(scored, trained, strict=True) if own]
+    means_R = torch.tensor([_mean_logprob(term, row) for row in compared], dtype=torch.float64)
+    groups_R = torch.tensor([row.rollout.prompt.question for row in compared], dtype=torch.int64)
+    by_perplexity = perplexity_weights(
+        means_R,
+        groups_R,
+        power=(-1 if term.correctness is Correctness.WRONG else 1) / term.perplexity_temperature,
+        round_logprobs_N=gather(means_R),
+        round_groups_N=gather(groups_R),
+    )
+    found = iter(by_perplexity)
+    return [weight * next(found).item() if own else weight for weight, own in zip(weights, trained, strict=True)]
+
+
+def _verdict_weight(term: Term, row: Scored) -> float:
+    if term.right_weight == term.wrong_weight:
+        return 1.0
+    return term.right_weight if _is_right(term, row) else term.wrong_weight
+
+
+def _mean_logprob(term: Term, row: Scored) -> float:
+    """Over what the writer wrote: the teacher's where wrong rows are trained, else the student's."""
+    if term.correctness is Correctness.WRONG:
+        logprobs_C = _drawn_logprobs(term, term.teacher, row)
+    elif row.student_logprobs is not None:
+        logprobs_C = row.student_logprobs
+    else:
+        raise RecordError(
+            f"term '{term.name}' weighs rows by the student's perplexity, and row {row.rollout.prompt.row} lacks the "
+            "student's log-probabilities"
+        )
+    written = row.rollout.written
+    return (logprobs_C if written is None else logprobs_C[written]).double().mean().item()
 
 
 def _choose(term: Term, scored: Sequence[Scored], masks: Sequence[Tensor], gather: Gather) -> None:

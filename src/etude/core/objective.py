@@ -96,12 +96,12 @@ class Objective:
     @property
     def needs_rewards(self) -> bool:
         """Whether a verifier must judge the rows."""
-        return any(Gives.REWARDS in term.needs for term in self.terms)
+        return any(Gives.REWARDS in term.needs or term.verdicts_needed for term in self.terms)
 
     @property
     def needs_student_logprobs(self) -> bool:
         """Whether `prepare` needs a pass of the student before the round's first step."""
-        return any(term.log_ratios_needed or term.confident_wrong_share is not None for term in self.terms)
+        return any(term.student_logprobs_needed for term in self.terms)
 
     @property
     def needs_kept_sets(self) -> bool:

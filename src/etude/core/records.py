@@ -163,7 +163,7 @@ class Scored:
     student_logprobs: Tensor | None = None  # [C] float32: the student before the round's first step, if a term needs it
     student_entropy: Tensor | None = None  # [C] float32, nats, of its distribution there: likewise
     candidates: Tensor | None = None  # [J] int64: tokens each term would train if it chose none of them
-    reward: float | None = None  # what a verifier gives the whole row, if a term trains on it
+    reward: float | None = None  # what a verifier gives the whole row, if a term asks for it
     student_kept_mass: Tensor | None = None  # [C] float32: log of that student's probability on each token's kept ids
 
     def __post_init__(self) -> None:

@@ -6,14 +6,15 @@ how, on which tokens. It computes nothing; `core.objective` makes a loss of a li
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from etude.axes.names import (
     LABEL,
     REFERENCE,
     REWARD,
     Baseline,
+    Correctness,
     Divergence,
     Estimator,
     Form,
@@ -26,7 +27,7 @@ from etude.axes.names import (
     Tail,
 )
 from etude.axes.schedules import Ramp, as_ramp
-from etude.axes.terms import check_term
+from etude.axes.terms import asks_verdict, check_term
 from etude.core.divergences import DivergenceFn, divergence_fn
 
 ALL_SOURCES = frozenset(Source)
@@ -67,8 +68,14 @@ class Term:
     coefficient: float | Ramp = 1.0
     sources: Collection[Source] = ALL_SOURCES  # whose rows it trains
     train_truncated: bool = True  # rows cut at the length limit
+    left_out_ids: Collection[int] = ()  # ids not trained wherever they were written, such as special tokens
     skip_first: int = 0  # leading tokens of a completion that are not trained
     first_tokens: int | Ramp | None = None  # the horizon: tokens after these are not trained; None: to the end
+    source_weights: Mapping[Source, float] = field(default_factory=dict[Source, float])  # by who wrote; left out: 1
+    correctness: Correctness | None = None  # rows a verifier calls right, or wrong; None: both
+    right_weight: float = 1.0  # of rows a verifier calls right, where both kinds are trained
+    wrong_weight: float = 1.0
+    perplexity_temperature: float | None = None  # one kind of rows: weighed by perplexity within each question
     disagreement_weight: float | None = None  # policy gradient: weight of a row's first token, falling to 1
     teacher_entropy: float | None = None  # nats: only tokens at which the teacher is less certain than this
     entropy_share: float | None = None  # of the round's tokens, those where the student is least certain
@@ -93,7 +100,7 @@ class Term:
         needs = {Gives.SAMPLED_LOGPROBS} if self.support is Support.SAMPLED else {Gives.HIDDEN_STATES}
         if self.baseline is Baseline.STATE_KL or self.teacher_entropy is not None:
             needs.add(Gives.HIDDEN_STATES)
-        if self.confident_wrong_share is not None:
+        if self.confident_wrong_share is not None or self._weighed_by_teacher:
             needs.add(Gives.SAMPLED_LOGPROBS)
         return frozenset(needs | kept)
 
@@ -106,6 +113,26 @@ class Term:
     def log_ratios_needed(self) -> bool:
         """Whether those are log-ratios, for which the student must be asked before the round's first step."""
         return self.rewards_needed and self.teacher != REWARD
+
+    @property
+    def verdicts_needed(self) -> bool:
+        """Whether a verifier must say which rows are right."""
+        return asks_verdict(self)
+
+    @property
+    def student_logprobs_needed(self) -> bool:
+        """Whether the student must be asked about the drawn tokens before the round's first step."""
+        by_perplexity = self.perplexity_temperature is not None and not self._weighed_by_teacher
+        return self.log_ratios_needed or self.confident_wrong_share is not None or by_perplexity
+
+    @property
+    def _weighed_by_teacher(self) -> bool:
+        return self.perplexity_temperature is not None and self.correctness is Correctness.WRONG
+
+    @property
+    def train_special(self) -> bool:
+        """Whether every id is trained: what the recipe says in place of the ids."""
+        return not self.left_out_ids
 
     @property
     def chooses(self) -> bool:
@@ -146,10 +173,14 @@ class Term:
         words = {"support": Support, "divergence": Divergence, "estimator": Estimator, "importance": Importance}
         for name, axis in (words | {"reduction": Reduction, "baseline": Baseline}).items():
             object.__setattr__(self, name, axis(getattr(self, name)))
-        for name, axis in {"form": Form, "owner": Owner, "tail": Tail}.items():
+        optional = {"form": Form, "owner": Owner, "tail": Tail, "correctness": Correctness}
+        for name, axis in optional.items():
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else axis(value))
         object.__setattr__(self, "sources", frozenset(Source(source) for source in self.sources))
+        object.__setattr__(self, "left_out_ids", frozenset(self.left_out_ids))
+        weights = {Source(source): weight for source, weight in self.source_weights.items()}
+        object.__setattr__(self, "source_weights", weights)
         if self.extrapolation == 1.0:  # the reference cancels, so it is never asked
             object.__setattr__(self, "extrapolation", None)
         if self.support is Support.TOP_K:

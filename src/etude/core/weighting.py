@@ -6,13 +6,13 @@ construction: whatever gradient the numbers they are made of carry, a weight car
 weigh less. Nothing here depends on the micro-batch a token happens to sit in. Padding never appears: rows have their
 own lengths until `collate` puts them side by side. It knows no term, no step and no reduction.
 
-Legend: C completion tokens of one row, G rows of one prompt, n tokens of a tile, N tokens of a round, V vocabulary.
+Legend: C completion tokens of one row, R rows, n tokens of a tile, N tokens (or rows) of a round, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -122,81 +122,69 @@ def row_mask(
 # Weights of a row -----------------------------------------------------------------------------------------------------
 
 
-def source_weight(source: Source, weights: Mapping[Source, float]) -> float:
-    """What every token of a row weighs by who wrote it.
+def is_right(score: float) -> bool:
+    """Whether a verifier's score counts as a right answer: 0.5 or more.
 
-    >>> source_weight(Source.STUDENT, {Source.STUDENT: 1.0, Source.TEACHER: 0.5})
-    1.0
-
-    Raises:
-        ValueError: no weight for that source (0 leaves its rows out), or one that is negative or not finite.
-    """
-    if source not in weights:
-        raise ValueError(
-            f"no weight for source '{source}', only for {sorted(map(str, weights))}; write 0 to leave its rows out"
-        )
-    return _checked_weight(f"the weight of source '{source}'", weights[source])
-
-
-def correctness_weight(score: float, *, correct: float, incorrect: float) -> float:
-    """What every token of a row weighs by a verifier's verdict: `correct` for a score of 0.5 or more.
-
-    >>> [correctness_weight(score, correct=1.0, incorrect=0.25) for score in (0.0, 0.49, 0.5, 1.0)]
-    [0.25, 0.25, 1.0, 1.0]
+    >>> [is_right(score) for score in (0.0, 0.49, 0.5, 1.0)]
+    [False, False, True, True]
 
     Raises:
-        ValueError: a score outside [0, 1], or a weight that is negative or not finite.
+        ValueError: a score outside [0, 1].
     """
     if not 0.0 <= score <= 1.0:
         raise ValueError(f"the verifier's score is {score}; expected 0 (wrong) to 1 (right)")
-    if_right = _checked_weight("the weight of right answers", correct)
-    if_wrong = _checked_weight("the weight of wrong answers", incorrect)  # checked whatever this row is
-    return if_right if score >= RIGHT_FROM else if_wrong
-
-
-def _checked_weight(what: str, weight: float) -> float:
-    if not 0.0 <= weight < math.inf:
-        raise ValueError(f"{what} is {weight}; expected a finite number, 0 or more")
-    return weight
+    return score >= RIGHT_FROM
 
 
 def perplexity_weights(
-    *, student_mean_logprobs_G: Tensor, teacher_mean_logprobs_G: Tensor, correct_G: Tensor, temperature: float
+    mean_logprobs_R: Tensor,
+    groups_R: Tensor,
+    *,
+    power: float,
+    round_logprobs_N: Tensor,
+    round_groups_N: Tensor,
 ) -> Tensor:
-    """[G] weights of the rows of one prompt, mean 1 over its right rows and mean 1 over its wrong ones.
+    """[R] float64 weights of rows within their groups: perplexity^power, scaled to a mean of 1 over each group.
 
-    PPL = exp(-mean log-probability of the row's tokens). Wrong rows weigh in proportion to teacher PPL^(-1/temperature)
-    (the teacher is listened to where it finds the text plausible), right rows in proportion to student
-    PPL^(1/temperature) (what the student barely managed counts most). The two kinds belong to different terms, so each
-    is normalised alone; a prompt with one row of a kind gives it weight 1.
+    PPL = exp(-mean log-probability of the row's tokens), so a row weighs in proportion to exp(-power * mean). SCOPE has
+    the student's PPL^(1 / temperature) on right rows (what it barely managed counts most) and the teacher's
+    PPL^(-1 / temperature) on wrong ones (it is listened to where it finds the text plausible). A row that is alone in
+    its group weighs 1.
 
     >>> perplexity_weights(
-    ...     student_mean_logprobs_G=torch.tensor([0.5, 0.25, 0.1, 0.1]).log(),  # perplexities 2 and 4 on the right rows
-    ...     teacher_mean_logprobs_G=torch.tensor([0.1, 0.1, 0.1, 0.4]).log(),  # 10 and 2.5 on the wrong ones
-    ...     correct_G=torch.tensor([True, True, False, False]),
-    ...     temperature=1.0,
+    ...     torch.tensor([0.5, 0.25]).log(),  # perplexities 2 and 4 of these rows, all there are
+    ...     torch.tensor([0, 0]),
+    ...     power=1.0,
+    ...     round_logprobs_N=torch.tensor([0.5, 0.25]).log(),
+    ...     round_groups_N=torch.tensor([0, 0]),
     ... )
-    tensor([0.6667, 1.3333, 0.4000, 1.6000])
+    tensor([0.6667, 1.3333], dtype=torch.float64)
+
+    Args:
+        mean_logprobs_R: [R] nats, of the rows to weigh.
+        groups_R: [R] int64, which question of the round each row answers.
+        power: not 0; the smaller its size, the more alike the weights.
+        round_logprobs_N: [N] nats, of all rows of the round that are compared, these R among them.
+        round_groups_N: [N] int64, likewise.
 
     Raises:
-        ValueError: a temperature that is not above 0, shapes that differ, or NaN.
+        ValueError: a power of 0 or not finite, shapes that differ, or NaN.
 
     Reference: Zheng et al. 2026, arXiv 2604.10688 (SCOPE); normalising to mean 1, not to sum 1, keeps a term's scale.
     """
-    if not temperature > 0.0:
-        raise ValueError(f"the perplexity temperature is {temperature}; expected a number above 0")
-    if not student_mean_logprobs_G.shape == teacher_mean_logprobs_G.shape == correct_G.shape:
+    if power == 0.0 or not math.isfinite(power):
+        raise ValueError(f"the power of the perplexity is {power}; expected a finite number other than 0")
+    if mean_logprobs_R.shape != groups_R.shape or round_logprobs_N.shape != round_groups_N.shape:
         raise ValueError(
-            f"student, teacher and verdicts have shapes {tuple(student_mean_logprobs_G.shape)}, "
-            f"{tuple(teacher_mean_logprobs_G.shape)} and {tuple(correct_G.shape)}; expected one entry a row each"
+            f"mean log-probabilities and groups have shapes {tuple(mean_logprobs_R.shape)} and "
+            f"{tuple(groups_R.shape)}, of the round {tuple(round_logprobs_N.shape)} and "
+            f"{tuple(round_groups_N.shape)}; expected one group for each row"
         )
-    student_G = _numbers(student_mean_logprobs_G, "the student's mean log-probability")
-    teacher_G = _numbers(teacher_mean_logprobs_G, "the teacher's mean log-probability")
-    log_weights_G = torch.where(correct_G, -student_G, teacher_G) / temperature
-    weights_G = torch.zeros_like(log_weights_G)
-    for kind_G in (correct_G, ~correct_G):
-        weights_G[kind_G] = kind_G.sum() * log_weights_G[kind_G].softmax(0)
-    return weights_G
+    logits_R = -power * _numbers(mean_logprobs_R, "the mean log-probability").double()
+    round_N = -power * _numbers(round_logprobs_N, "the mean log-probability of the round").double()
+    compared_RN = groups_R[:, None] == round_groups_N
+    totals_R = torch.where(compared_RN, round_N, -math.inf).logsumexp(1)
+    return compared_RN.sum(1) * (logits_R - totals_R).exp()
 
 
 # Weights of a token ---------------------------------------------------------------------------------------------------

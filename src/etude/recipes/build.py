@@ -7,7 +7,7 @@ arguments and never sees a recipe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -55,13 +55,13 @@ def build(
         UsageError: something does not fit; the sentence says what, where and what to do.
     """
     recipe, checkpoints = with_students_of_runs(recipe)
-    objective = objective_of(recipe)
-    require_gives(objective, gives_of(recipe))
+    require_gives(objective_of(recipe), gives_of(recipe))
     require_rows(recipe, world)
     device = choose_device(recipe, world)
     require_teacher(recipe, device)
     data = read_data(recipe)
     require_ids(recipe, data)
+    objective = objective_of(recipe, data.special_ids)
     student = load_student(recipe, device)
     load = loading_once(load_backbone)
     teacher = load_teacher(recipe, device, student, load)
@@ -102,19 +102,21 @@ def build(
     )
 
 
-def objective_of(recipe: Recipe) -> Objective:
-    """The recipe's terms; refuses what has no gradient."""
+def objective_of(recipe: Recipe, special_ids: Collection[int] = ()) -> Objective:
+    """The recipe's terms; refuses what has no gradient. Before the tokenizer is read, special ids are unknown."""
     return Objective(
-        [term_of(term) for term in recipe.terms],
+        [term_of(term, special_ids) for term in recipe.terms],
         sampling=recipe.sampling,
         temperature=recipe.loss.temperature,
         chunk_bytes=recipe.loss.chunk_bytes,
     )
 
 
-def term_of(config: TermConfig) -> Term:
-    """Key for key: a term's recipe keys are the arguments of `Term`."""
-    return Term(**config.values())
+def term_of(config: TermConfig, special_ids: Collection[int] = ()) -> Term:
+    """Key for key: a term's recipe keys are the arguments of `Term`, but for special tokens, which become their ids."""
+    values = config.values()
+    trains_them = values.pop("train_special")
+    return Term(**values, left_out_ids=() if trains_them else special_ids)
 
 
 def gives_of(recipe: Recipe) -> dict[str, frozenset[Gives]]:

@@ -18,7 +18,7 @@ from etude.data.tasks import Verify, load_task, load_verifier
 from etude.errors import DataError
 from etude.models.card import ModelCard, read_card
 from etude.text.chat import PromptEncoder
-from etude.text.vocabulary import require_same, stop_ids
+from etude.text.vocabulary import require_same, special_ids, stop_ids
 
 DEFAULT_EVAL_ROWS = 64  # held out when the recipe does not say; a tenth of the rows if that is less
 
@@ -50,6 +50,11 @@ class Data:
                 found.update(f"{prompt.token_ids.tolist()} {completion}\n".encode())
             found.update(b"\n")
         return found.hexdigest()
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokenizer's special ids, but for those that end an answer: an answer's end is part of it."""
+        return special_ids(self.tokenizer) - set(self.stop_ids)
 
     def describe(self) -> str:
         """How many prompts there are, and what became of those that are too long."""
@@ -86,6 +91,8 @@ def read_data(recipe: Recipe) -> Data:
         cards["reference"] = read_card(model, trust_remote_code=trusted)
         warnings += require_same(tokenizer, cards["reference"].tokenizer, role="reference")
     stops = stop_ids(tokenizer, cards["student"].generation_config, recipe.sampler.stop)
+    if not all(term.train_special for term in recipe.terms) and special_ids(tokenizer) <= set(stops):
+        warnings += ("train_special = false leaves nothing out: all that the tokenizer marks special ends an answer",)
     training, held_out, verify = read_examples(config, recipe.seed)
     if recipe.rewarded and config.verifier is not None:
         load_verifier(config.verifier, training)  # the examples trained on need answers as well

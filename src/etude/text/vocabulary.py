@@ -97,6 +97,15 @@ def stop_ids(
     return tuple(dict.fromkeys(found))
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids of tokens that the tokenizer marks special: BOS, EOS, padding, role markers and the like.
+
+    An added token it does not mark so, as many a thinking tag, is a word like any other.
+    """
+    added = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset({*tokenizer.all_special_ids, *added})
+
+
 def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {id_: token for token, id_ in tokenizer.get_vocab().items()}
 

@@ -59,10 +59,10 @@ def score_rows(
     objective: Objective,
     reward: Reward | None = None,
 ) -> list[Scored]:
-    """Every rollout with what each of the objective's teachers says about it, and its reward where a term trains on it.
+    """Every rollout with what each of the objective's teachers says about it, and its reward where a term asks for it.
 
     Raises:
-        PairError: a term trains on rewards and nobody gives them.
+        PairError: a term asks for rewards and nobody gives them.
     """
     marks: list[dict[str, Scores]] = [{} for _ in rollouts]
     for name in objective.teachers:

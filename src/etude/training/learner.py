@@ -251,6 +251,8 @@ def _leaving_out(term: Term, first_step: int) -> str:
     said = {
         f"sources = [{sources}]": term.sources != ALL_SOURCES,
         "train_truncated = false": not term.train_truncated,
+        f'correctness = "{term.correctness}"': term.correctness is not None,
+        "train_special = false": not term.train_special,
         f"skip_first = {term.skip_first}": term.skip_first > 0,
         f"first_tokens = {term.horizon_at(first_step)}": term.first_tokens is not None,
         f"entropy_share = {term.entropy_share}": term.entropy_share is not None,

@@ -42,7 +42,7 @@ class Parts:
     seed: int
     evaluate_every: int  # steps; 0: only before and after
     checkpoint_every: int  # steps; 0: only at the end
-    reward: Reward | None = None  # judges a whole row, where a term trains on that
+    reward: Reward | None = None  # judges a whole row, where a term asks for that
 
 
 def train(parts: Parts, state: State) -> State:

@@ -13,6 +13,7 @@ from etude.axes.names import (
     LABEL,
     REWARD,
     Baseline,
+    Correctness,
     Divergence,
     Estimator,
     Form,
@@ -33,9 +34,28 @@ _OF_POLICY_GRADIENT = OnlyWhen(
 )
 
 
+_OF_BOTH_KINDS = OnlyWhen(
+    'correctness is left out and teacher is not "reward"',
+    lambda term: term.correctness is None and term.teacher != REWARD,
+)
+
+
 def _credit(term: Any) -> float:
     """A reward comes at the end of its row, and every token answers for it."""
     return 1.0 if term.teacher == REWARD else 0.0
+
+
+class SourceWeightsConfig(Noun):
+    """What a row's tokens weigh by who wrote it; a source left out weighs 1."""
+
+    student: float | None = Field(default=None, description="Of rows the student wrote. Left out: 1.")
+    dataset: float | None = Field(default=None, description="Of rows from the dataset. Left out: 1.")
+    teacher: float | None = Field(default=None, description="Of rows the teacher wrote. Left out: 1.")
+
+    def weights(self) -> dict[Source, float]:
+        """Of the sources that were written."""
+        given = {source: getattr(self, source.value) for source in Source}
+        return {source: weight for source, weight in given.items() if weight is not None}
 
 
 class TermConfig(Noun):
@@ -190,6 +210,36 @@ class TermConfig(Noun):
     train_truncated: bool = Field(
         default=True, description="Train rows that were cut at max_new_tokens. Off: they leave the loss and its count."
     )
+    train_special: bool = Field(
+        default=True,
+        description="Train the tokenizer's special tokens. Off: wherever one was written it leaves the loss and its "
+        "count, but for those that end an answer, which are trained as ever.",
+    )
+    source_weights: SourceWeightsConfig | None = Field(
+        default=None,
+        description="Weights of whole rows by who wrote them; the count stays that of tokens. Left out: alike.",
+    )
+    correctness: Annotated[
+        Word[Correctness] | None, OnlyWhen('teacher is not "reward"', lambda term: term.teacher != REWARD)
+    ] = Field(
+        default=None,
+        description="Train the rows alone that the verifier calls right (0.5 or more), or those it calls wrong. Left "
+        "out: both.",
+    )
+    right_weight: Annotated[float, _OF_BOTH_KINDS] = Field(
+        default=1.0, description="What the tokens of right rows weigh, where both kinds are trained."
+    )
+    wrong_weight: Annotated[float, _OF_BOTH_KINDS] = Field(
+        default=1.0, description="And what those of wrong rows weigh."
+    )
+    perplexity_temperature: Annotated[
+        float | None, OnlyWhen("correctness is written", lambda term: term.correctness is not None)
+    ] = Field(
+        default=None,
+        gt=0,
+        description="Weigh each prompt's right rows by the student's perplexity^(1 / this), its wrong rows by the "
+        "teacher's^(-1 / this), to a mean of 1, as SCOPE (2026). Left out: alike.",
+    )
     skip_first: int = Field(default=0, ge=0, description="Leading tokens of a completion that are not trained.")
     first_tokens: int | RampConfig | None = Field(
         default=None,
@@ -230,8 +280,12 @@ class TermConfig(Noun):
     )
 
     def values(self) -> dict[str, Any]:
-        """The arguments of a `core.term.Term`: key for key, with tables that move with the step as ramps."""
-        return {name: ramp_of(getattr(self, name)) for name in type(self).model_fields}
+        """As a `core.term.Term` has them, key for key: tables that move with the step as ramps, weights by source.
+
+        But for `train_special`, in whose place a term has the ids, which only the tokenizer knows.
+        """
+        values = {name: ramp_of(getattr(self, name)) for name in type(self).model_fields}
+        return values | {"source_weights": self.source_weights.weights() if self.source_weights else {}}
 
     @property
     def as_term(self) -> TermValues:

@@ -1,12 +1,15 @@
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from etude.axes.names import FinishReason, Gives, Source
-from etude.core.records import Prompt
-from etude.errors import PairError
+from etude.core.linear import OutputHead
+from etude.core.records import Prompt, Rollout, Scores
+from etude.errors import PairError, RecordError
 from etude.models.backbone import load_backbone
 from etude.models.table import TableBackbone
 from etude.models.teachers import FrozenTeacher
@@ -16,6 +19,7 @@ from etude.testing import (
     CountingTeacher,
     Kind,
     ScriptedSampler,
+    check_teacher,
     counting_logits,
     rollout_of,
     tiny_folder,
@@ -97,3 +101,93 @@ class TestScriptedSampler:
         sampler = ScriptedSampler(lambda _: [4, 5], stop_ids=(2,), source=Source.TEACHER)
         [rollout] = sampler.sample([Prompt(torch.tensor([1]), 0)], KEY)
         assert (rollout.finish_reason, rollout.source) == (FinishReason.LENGTH, Source.TEACHER)
+
+
+class Faulty(CountingTeacher):
+    """Keeps every promise but one."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.backbone = torch.nn.Dropout(0.5).eval()
+        self.calls = 0
+        if fault == "claims what no term uses":
+            self.gives = frozenset({Gives.SAMPLED_LOGPROBS, Gives.LABELS})
+
+    def score(self, rollouts: Sequence[Rollout], needs: frozenset[Gives], temperature: float) -> list[Scores]:
+        self.calls += 1
+        if self.fault == "answers anything":
+            needs = needs & self.gives
+        if self.fault == "ignores temperature":
+            temperature = 1.0
+        if self.fault == "leaves evaluation mode on":
+            self.backbone.eval()
+        if self.fault == "draws random numbers":
+            torch.rand(1)
+        marks = super().score(rollouts, needs, temperature)
+        if self.fault == "the order of lengths":
+            marks.sort(key=lambda mark: -len(mark.sampled_logprobs if mark.sampled_logprobs is not None else ()))
+        return [self._spoilt(mark, rollouts, place) for place, mark in enumerate(marks)]
+
+    def head(self) -> OutputHead | None:
+        return None if self.fault == "no head" else super().head()
+
+    def _spoilt(self, mark: Scores, rollouts: Sequence[Rollout], place: int) -> Scores:
+        sampled, hidden = mark.sampled_logprobs, mark.hidden
+        if self.fault == "everything at once" and sampled is not None:
+            return replace(mark, hidden=torch.zeros(len(sampled), 10))
+        if self.fault == "another name":
+            return replace(mark, teacher="somebody")
+        if sampled is not None:
+            spoilt = {
+                "above zero": -sampled,
+                "not finite": sampled.masked_fill(sampled < -1, -torch.inf),
+                "in training mode": sampled - float(self.backbone.training),
+                "a gradient": sampled.clone().requires_grad_(),
+                "double precision": sampled.double(),
+                "company": sampled - 0.01 * len(rollouts),
+                "another number each time": sampled - 1e-7 * self.calls,
+                "one short": sampled[1:],
+            }
+            sampled = spoilt.get(self.fault, sampled)
+        if hidden is not None and self.fault == "states shifted by one":
+            hidden = hidden.roll(1, 0).roll(1, 1)
+        return replace(mark, sampled_logprobs=sampled, hidden=hidden)
+
+
+class TestCheckTeacher:
+    def test_a_sound_one_passes(self) -> None:
+        check_teacher(Faulty("none"))
+        check_teacher(CountingTeacher(), [rollout_of([1], [2]), rollout_of([1, 2], [3, 5])])
+
+    @pytest.mark.parametrize(
+        ("fault", "promise"),
+        [
+            ("claims what no term uses", "only what a term can use"),
+            ("answers anything", "refused with a PairError"),
+            ("ignores temperature", r"hidden states and head .* \(row 0 at temperature 2.0\)"),
+            ("leaves evaluation mode on", "back in the mode it was in"),
+            ("draws random numbers", "random numbers alone"),
+            ("the order of lengths", "entry a completion token|in any company"),
+            ("no head", "a head, if and only if"),
+            ("everything at once", "exactly the needed fields"),
+            ("another name", "carry its name"),
+            ("above zero", "not above zero"),
+            ("not finite", "are finite"),
+            ("in training mode", "in evaluation mode"),
+            ("a gradient", "have no gradient"),
+            ("double precision", "are float32"),
+            ("company", "the same in any company"),
+            ("another number each time", "the same bits twice"),
+            ("one short", "entry a completion token"),
+            ("states shifted by one", "hidden states and head give"),
+        ],
+    )
+    def test_each_broken_promise_is_named(self, fault: str, promise: str) -> None:
+        rows = [rollout_of([3], [4, 5, 7]), rollout_of([1, 2, 3], [4, 5], row=1), rollout_of([6, 7], [8], row=2)]
+        with pytest.raises((AssertionError, RecordError), match=promise):
+            check_teacher(Faulty(fault), rows)
+
+    def test_rows_that_could_show_nothing(self) -> None:
+        with pytest.raises(ValueError, match="found 2 rows of one length"):
+            check_teacher(CountingTeacher(), [rollout_of([1], [2]), rollout_of([2], [3])])

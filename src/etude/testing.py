@@ -8,6 +8,10 @@ what is written here and nothing else, so that expected values can be worked out
     teacher = CountingTeacher()                       # ln 0.9 for the next number, ln 0.1/9 for any other
     sampler = ScriptedSampler(lambda prompt: [5, 2], stop_ids=(2,))
     recipe = load_recipe(tiny_recipe(tmp_path), ["train.steps=2"])  # a whole run of a second
+
+And what every teacher promises, as a function to try one of your own with:
+
+    check_teacher(MyTeacher(name="teacher"), rollouts)
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
     GPT2Config,
@@ -317,6 +321,143 @@ class CountingTeacher(AbstractTeacher):
             sampled_logprobs=pick(logprobs, rollout.completion_ids) if Gives.SAMPLED_LOGPROBS in needs else None,
             hidden=functional.one_hot(before, self.base).float() if Gives.HIDDEN_STATES in needs else None,
         )
+
+
+_FIELDS = {Gives.SAMPLED_LOGPROBS: "sampled_logprobs", Gives.HIDDEN_STATES: "hidden", Gives.KEPT_MASS: "kept_mass"}
+
+
+def check_teacher(teacher: AbstractTeacher, rollouts: Sequence[Rollout] = (), *, tolerance: float = 1e-5) -> None:
+    """Try out everything that etude asks of a teacher, with no knowledge of what it should say.
+
+    Scores in the order of the rows, one for each completion token, exactly the needed fields, finite, on the CPU and
+    without gradient; log-probabilities not above zero; the same for a row whatever stands beside it; hidden states that
+    its head turns into the same log-probabilities; a refusal of what it does not give; modules and random numbers left
+    as they were.
+
+    >>> check_teacher(CountingTeacher())
+
+    Args:
+        teacher: any; ids must be ones it knows.
+        rollouts: two or more rows of different lengths; left out: three of ids below 10.
+        tolerance: how far the company of other rows may move a mark. 1e-5 for float32; 0.2 for bfloat16.
+
+    Raises:
+        AssertionError: names the promise that is not kept, and the row.
+    """
+    rows = list(rollouts) or [
+        rollout_of([3], [4, 5, 6]),
+        rollout_of([1, 2, 3], [4], row=1),
+        rollout_of([7, 2, 2, 9, 5, 6], [8, 0, 2, 2], row=2),
+    ]
+    if len({row.token_ids.shape[0] for row in rows}) < 2:
+        raise ValueError(f"found {len(rows)} rows of one length; expected two or more, of different lengths")
+    _expect(bool(teacher.gives) and teacher.gives <= set(_FIELDS), "it gives something, and only what a term can use")
+    random_state = torch.get_rng_state()
+    _check_fields(teacher, rows)
+    _check_company(teacher, rows, tolerance)
+    _check_head(teacher, rows)
+    _check_modules(teacher, rows)
+    _expect(torch.get_rng_state().equal(random_state), "it leaves the process's random numbers alone")
+
+
+def _check_fields(teacher: AbstractTeacher, rows: Sequence[Rollout]) -> None:
+    for needs in (frozenset[Gives](), *(frozenset({need}) for need in teacher.gives), teacher.gives):
+        for order in (rows, rows[::-1], [rows[-1]] * 2, []):
+            scores = teacher.score(order, needs, 1.0)
+            _expect(len(scores) == len(order), f"as many scores as rows ({len(scores)} for {len(order)})")
+            for row, marks in zip(order, scores, strict=True):
+                _check_marks(teacher, row, marks, needs)
+    for need in frozenset(Gives) - teacher.gives:
+        try:
+            teacher.score(rows, teacher.gives | {need}, 1.0)
+        except PairError:
+            continue
+        raise AssertionError(f"what it does not give ({need}) is refused with a PairError; it was answered")
+
+
+def _check_marks(teacher: AbstractTeacher, row: Rollout, marks: Scores, needs: frozenset[Gives]) -> None:
+    where = f"in row {row.prompt.row}"
+    marks.check(row)
+    _expect(marks.teacher == teacher.name, f"scores carry its name ('{marks.teacher}' {where}, '{teacher.name}')")
+    given = {need for need, field in _FIELDS.items() if getattr(marks, field) is not None}
+    _expect(given == needs, f"exactly the needed fields ({sorted(given)} for {sorted(needs)} {where})")
+    for need in needs:
+        tensor: Tensor = getattr(marks, _FIELDS[need])
+        _expect(tensor.device.type == "cpu", f"scores lie on the CPU ({need} {where} on {tensor.device})")
+        _expect(not tensor.requires_grad and not tensor.is_inference(), f"scores have no gradient ({need} {where})")
+        _expect(bool(tensor.isfinite().all()), f"scores are finite ({need} {where})")
+    if marks.sampled_logprobs is not None:
+        _expect(marks.sampled_logprobs.dtype == torch.float32, f"log-probabilities are float32 ({where})")
+        _expect(bool((marks.sampled_logprobs <= 0).all()), f"log-probabilities are not above zero ({where})")
+
+
+def _check_company(teacher: AbstractTeacher, rows: Sequence[Rollout], tolerance: float) -> None:
+    """A row alone, among others, and among others in another order."""
+    together = teacher.score(rows, teacher.gives, 1.0)
+    kept = [[getattr(marks, _FIELDS[need]).clone() for need in teacher.gives] for marks in together]
+    others = [
+        teacher.score(rows[::-1], teacher.gives, 1.0)[::-1],
+        [teacher.score([r], teacher.gives, 1.0)[0] for r in rows],
+    ]
+    again = teacher.score(rows, teacher.gives, 1.0)
+    for place, row in enumerate(rows):
+        for need, before in zip(teacher.gives, kept[place], strict=True):
+            where = f"{need} in row {row.prompt.row}"
+            field = _FIELDS[need]
+            _expect(getattr(together[place], field).equal(before), f"earlier scores are left alone ({where})")
+            _expect(getattr(again[place], field).equal(before), f"the same rows get the same bits twice ({where})")
+            for scores in others:
+                same = torch.allclose(getattr(scores[place], field), before, atol=tolerance, rtol=tolerance)
+                _expect(same, f"a row is marked the same in any company ({where})")
+
+
+def _check_head(teacher: AbstractTeacher, rows: Sequence[Rollout]) -> None:
+    head = teacher.head()
+    _expect(
+        (head is not None) == (Gives.HIDDEN_STATES in teacher.gives), "a head, if and only if it gives hidden states"
+    )
+    if head is None:
+        return
+    _expect(not head.weight_VD.requires_grad, "its head has no gradient")
+    for temperature in (1.0, 2.0):
+        for row, marks in zip(rows, teacher.score(rows, teacher.gives, temperature), strict=True):
+            assert marks.hidden is not None
+            logits = head.logits(marks.hidden.to(head.weight_VD.device)).cpu()
+            found = pick(next_token_logprobs(logits, temperature), row.completion_ids).float()
+            expected = found if marks.sampled_logprobs is None else marks.sampled_logprobs
+            where = f"row {row.prompt.row} at temperature {temperature}"
+            same = torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
+            _expect(same, f"hidden states and head give the sampled log-probabilities ({where})")
+
+
+def _check_modules(teacher: AbstractTeacher, rows: Sequence[Rollout]) -> None:
+    """Marks are the same in training mode, which is still on afterwards, part by part, and no gradient is left."""
+    backbone = getattr(teacher, "backbone", None)
+    if not isinstance(backbone, nn.Module):
+        return
+    expected = teacher.score(rows, teacher.gives, 1.0)
+    modes = {part: part.training for part in backbone.modules()}
+    learning = {weight: weight.requires_grad for weight in backbone.parameters()}
+    weights = {weight: weight.detach().clone() for weight in learning}
+    backbone.train()
+    try:
+        with torch.enable_grad():
+            found = teacher.score(rows, teacher.gives, 1.0)
+        _expect(all(part.training for part in modes), "each module is back in the mode it was in")
+    finally:
+        for part, training in modes.items():
+            part.training = training
+    for need in teacher.gives:
+        pairs = zip(found, expected, strict=True)
+        same = all(getattr(a, _FIELDS[need]).equal(getattr(b, _FIELDS[need])) for a, b in pairs)
+        _expect(same, f"it marks in evaluation mode ({need})")
+    _expect(all(weight.requires_grad == learns for weight, learns in learning.items()), "what learns still learns")
+    _expect(all(weight.equal(before) for weight, before in weights.items()), "its weights are as before")
+
+
+def _expect(kept: bool, promise: str) -> None:
+    if not kept:
+        raise AssertionError(f"a promise of every teacher is not kept: {promise}")
 
 
 class _Waits(Exception):

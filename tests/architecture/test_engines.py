@@ -12,12 +12,14 @@ SOURCE = Path(__file__).parents[2] / "src" / "etude"
 
 ENGINES = {
     "accelerate": "runtime/world.py",
+    "bitsandbytes": "models/quantised.py",
     "datasets": "data/examples.py",
     "httpx": "runtime/http.py",
     "matplotlib": "data/maze_picture.py",
     "peft": "models/lora.py",
     "reasoning_gym": "data/tasks.py",
     "torch.distributed": "runtime/world.py",
+    "torchao": "models/quantised.py",
     "vllm": "models/vllm.py",
 }
 

@@ -106,6 +106,13 @@ def test_relative_paths_start_at_the_recipe_file_and_overrides_where_one_is(in_f
     assert changed.teacher is not None
     assert changed.teacher.model == str(in_folder / "teacher")
     assert changed.data.prompts == str(in_folder / "p.jsonl")
+    (in_folder / "recipes" / "x.gguf").touch()
+    for name, found in {"x.gguf": str(in_folder / "recipes" / "x.gguf"), "y.gguf": "y.gguf"}.items():
+        (in_folder / "recipes/mine.toml").write_text(text.replace('"teacher"', f'"{name}"'))
+        filed = load_recipe("recipes/mine.toml").teacher
+        assert filed is not None
+        assert filed.model == found
+    (in_folder / "recipes/mine.toml").write_text(text)
     named = load_recipe("recipes/mine.toml", ["reference.model=teacher", "terms.0.teacher=reference"])
     assert named.reference is not None
     assert named.reference.model == str(in_folder / "teacher")

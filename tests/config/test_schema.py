@@ -16,6 +16,7 @@ from etude.config.tables.terms import TermConfig
 from etude.config.tables.training import OptimConfig
 
 REWARDED = {"teacher": "reward", "support": "sampled", "estimator": "policy_gradient"}
+LIVE = {"teacher.model": None, "teacher.weights": "live"}
 LEAST = {"student.model": "s", "teacher.model": "t", "data.prompts": "/p.jsonl"}
 
 
@@ -220,7 +221,7 @@ def test_name_and_output():
             },
             'sampler.other = "teacher" lets the teacher write and there is no [teacher]',
         ),
-        ({"teacher.model": None, "teacher.dtype": "auto"}, "found neither model nor scores; name the teacher's model"),
+        ({"teacher.model": None, "teacher.dtype": "auto"}, 'weights = "model" needs the model; write model'),
         (
             {"teacher": {"model": None, "scores": "s", "dtype": "bfloat16"}},
             'dtype = "bfloat16" does nothing here, it counts only when model is given',
@@ -249,6 +250,29 @@ def test_name_and_output():
             {"sampler": {"recorded": "r", "student_fraction": 0.0}},
             "recorded is about the student's rows and there are none; remove it",
         ),
+        # whose the teacher's weights are
+        ({"teacher": {"weights": "model"}, "teacher.model": None}, 'weights = "model" needs the model'),
+        ({"teacher.weights": "bsae"}, '"bsae" is nobody\'s; write "model", "base", "ema", "live" or package'),
+        ({"teacher.weights": "live"}, 'model = "t" does nothing here, it counts only when weights = "model"'),
+        ({"teacher.ema_rate": 0.1}, 'ema_rate = 0.1 does nothing here, it counts only when weights = "ema"'),
+        ({"teacher.options.beta": 1}, "does nothing here, it counts only when weights names a class"),
+        (LIVE | {"teacher.step": 3}, 'step = 3 does nothing here, it counts only when weights = "model"'),
+        (LIVE | {"teacher.dtype": "bfloat16"}, 'it counts only when model is given, or weights = "ema"'),
+        (LIVE | {"teacher.weights": "ema", "teacher.ema_rate": 0}, "greater than 0"),
+        (LIVE | {"teacher.weights": "base"}, "the student with its adapters switched off and it has none"),
+        (LIVE | {"sampler": {"teacher_share": 0.2}}, 'with teacher.weights = "live" it can only mark'),
+        (
+            {"teacher.offload": True, "sampler": {"student_fraction": 0.5, "other": "teacher"}},
+            "with teacher.offload = true it can only mark",
+        ),
+        ({"teacher.offload": True, "teacher.device": "cuda:1"}, "says where they stay; remove one of them"),
+        ({"teacher.offload": True, "teacher.quantization": "torchao-int8"}, "ties the weights to a device"),
+        (
+            {"teacher.model": "t.gguf", "teacher.quantization": "bitsandbytes-4bit"},
+            "t.gguf is quantised already; remove quantization",
+        ),
+        ({"student.model": "s.gguf"}, "names its way of splitting text and does not hold it"),
+        ({"teacher.device": "gpu"}, '"gpu" is no device; write "auto", "cpu", "mps", "cuda"'),
         ({"terms.0": REWARDED}, 'terms.0 ("reward") trains on a reward and nobody judges the answers; write data.ver'),
         (
             {"terms.0": REWARDED | {"baseline": "group"}, "data.verifier": "exact"},
@@ -401,3 +425,19 @@ def test_recorded_rows_are_an_older_students():
 def test_stored_scores_do_without_the_teachers_weights():
     alone = recipe({"teacher": {"model": None, "scores": "s"}})
     assert (alone.has_teacher_model, recipe().has_teacher_model) == (False, True)
+
+
+def test_whose_weights_the_teacher_has():
+    """What is filled in where it counts, and what stays empty where it does not."""
+    average = recipe(LIVE | {"teacher.weights": "ema"}).teacher
+    assert average is not None
+    assert (average.ema_rate, average.ema_every, average.model) == (0.05, 1, None)
+    base = recipe(LIVE | {"teacher.weights": "base", "student.lora.rank": 2}).teacher
+    assert base is not None
+    assert (base.ema_rate, base.ema_every) == (None, None)
+    own = recipe(LIVE | {"teacher.weights": "package.module:Class", "teacher.options.beta": 1}).teacher
+    assert own is not None
+    assert own.options == {"beta": 1}
+    for teacher in (average, base, own):
+        changed = {"teacher.model": None, "teacher": teacher.model_dump(exclude_none=True), "student.lora.rank": 2}
+        assert recipe(changed).teacher == teacher

@@ -10,10 +10,22 @@ from etude.core.linear import OutputHead
 from etude.core.logprobs import next_token_logprobs
 from etude.core.records import Rollout, Scores
 from etude.errors import PairError
+from etude.models.backbone import TransformersBackbone
+from etude.models.lora import LoraSettings, add_adapters
+from etude.models.own_teachers import BaseTeacher, EmaTeacher, LiveTeacher
 from etude.models.roles import AbstractTeacher
+from etude.models.student import Student
 from etude.models.table import TableBackbone
-from etude.models.teachers import FrozenTeacher
-from etude.testing import CountingTeacher, counting_logits, rollout_of, tiny_backbone
+from etude.models.teachers import EnsembleTeacher, FrozenTeacher, OffloadedTeacher
+from etude.testing import (
+    CountingTeacher,
+    check_teacher,
+    counting_logits,
+    rollout_of,
+    tiny_backbone,
+    tiny_model,
+    word_tokenizer,
+)
 
 FIELDS = {Gives.SAMPLED_LOGPROBS: "sampled_logprobs", Gives.HIDDEN_STATES: "hidden", Gives.KEPT_MASS: "kept_mass"}
 ROWS = [  # ids below 10, so that every teacher knows them
@@ -42,12 +54,31 @@ class OwnTeacher(AbstractTeacher):
         return None
 
 
+def adapted() -> Student:
+    """A student whose adapters have moved."""
+    model = add_adapters(tiny_model(), LoraSettings(rank=2, alpha=4.0))
+    student = Student(TransformersBackbone(model, word_tokenizer()).eval())
+    with torch.no_grad():
+        for weight in student.trainable_parameters().values():
+            weight.add_(0.3 * torch.randn_like(weight))
+    return student
+
+
 TEACHERS: dict[str, Callable[[], AbstractTeacher]] = {
     "frozen, rotary positions": lambda: FrozenTeacher("teacher", tiny_backbone("llama")),
     "frozen, learned positions": lambda: FrozenTeacher("teacher", tiny_backbone("gpt2")),
     "frozen, a row at a time": lambda: FrozenTeacher("teacher", tiny_backbone("llama"), tokens_per_batch=1),
     "frozen, low precision": lambda: FrozenTeacher("teacher", tiny_backbone("llama").copy_as("bfloat16")),
     "frozen, a table": lambda: FrozenTeacher("teacher", TableBackbone(counting_logits())),
+    "offloaded": lambda: OffloadedTeacher("teacher", tiny_backbone("gpt2", tied=True), device="cpu"),
+    "the student without its adapters": lambda: BaseTeacher("teacher", adapted()),
+    "the student as the round began": lambda: LiveTeacher("teacher", Student(tiny_backbone())),
+    "the adapted student as the round began": lambda: LiveTeacher("teacher", adapted()),
+    "an average of the student": lambda: EmaTeacher("teacher", Student(tiny_backbone("gpt2", tied=True)), rate=0.1),
+    "an average of the adapted student": lambda: EmaTeacher("teacher", adapted(), rate=0.1),
+    "an ensemble": lambda: EnsembleTeacher(
+        "teacher", {"one": (FrozenTeacher("one", tiny_backbone()), 0.3), "counting": (CountingTeacher(), 0.7)}
+    ),
     "scripted": CountingTeacher,
     "one's own": OwnTeacher,
 }
@@ -62,6 +93,10 @@ def tolerance(teacher: AbstractTeacher) -> float:
     """Rounding moves a low-precision state by the company it is in, too."""
     weights = teacher.backbone.parameters() if isinstance(teacher, FrozenTeacher) else iter(())
     return 0.2 if any(weight.dtype == torch.bfloat16 for weight in weights) else 1e-5
+
+
+def test_the_public_check_says_so_too(teacher: AbstractTeacher) -> None:
+    check_teacher(teacher, ROWS, tolerance=tolerance(teacher))
 
 
 def test_gives_marks_a_term_can_use(teacher: AbstractTeacher) -> None:

@@ -43,6 +43,17 @@ def test_the_stages_in_the_recipes_page_load() -> None:
     assert found == [("1-warm-up", 15), ("2-on-policy", 200)]
 
 
+def test_the_teachers_on_their_page_load() -> None:
+    found = [tomllib.loads(block) for block in blocks(REPOSITORY / "docs" / "teachers.md", "toml")]
+    weights: list[str] = []
+    for tables in found:
+        student = {"model": "s"} | tables.get("student", {})
+        teacher = load_recipe({"data": {"prompts": "p.jsonl"}} | tables | {"student": student}).teacher
+        assert teacher is not None
+        weights.append(teacher.weights)
+    assert set(weights) == {"model", "base", "live", "ema", "my_package.teachers:Mine"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_commands_exist(page: Path) -> None:
     text = "\n".join(blocks(page, "bash")) + "\n".join(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))

@@ -37,12 +37,14 @@ def short(fields: Mapping[str, Any], text: str) -> float:
     return 1.0 / (1 + len(text.split()))
 
 
+GOLD = {"name": "gold", "teacher": "label", "divergence": "forward_kl", "sources": ["dataset"]}
+
 VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
     "dropout, rows from the dataset": (
         "gpt2",  # whose dropout rates are 0.1 by default
         [
             {"divergence": "reverse_kl"},
-            {"name": "gold", "teacher": "label", "divergence": "forward_kl", "sources": ["dataset"]},
+            GOLD,
         ],
         ["student.dropout=true"],
     ),
@@ -145,6 +147,24 @@ VARIANTS: dict[str, tuple[Kind, list[dict[str, Any]], list[str]]] = {
         ],
         ["sampler.samples_per_prompt=3", f"data.verifier={__name__}:short", "train.prompts_per_round=2"],
     ),
+    "an average of an adapted student marks": (
+        "llama",
+        [{"divergence": "reverse_kl"}, GOLD],
+        [
+            "student.lora.rank=2",
+            "student.lora.alpha=4",
+            "teacher.model=",
+            "teacher.weights=ema",
+            "teacher.ema_rate=0.3",
+            "teacher.ema_every=3",  # within a round of four steps, so that average and marks differ in it
+            "teacher.dtype=bfloat16",
+        ],
+    ),
+    "the student as the round began marks": (
+        "gpt2",
+        [{"divergence": "jsd"}, GOLD],
+        ["teacher.model=", "teacher.weights=live"],
+    ),
 }
 RECORDED = "recorded rows, some of them marked beforehand"
 VARIANTS[RECORDED] = (
@@ -196,8 +216,8 @@ def traces(folder: Path) -> dict[str, Any]:
     """All that a run leaves behind, times aside."""
     last = folder / "checkpoints" / f"step-{STEPS:06d}"
     hashed = [*last.rglob("*.safetensors"), *(folder / "samples").iterdir()]
-    # student, optimiser, answers before and after, and what the sampler remembers
-    assert len(hashed) == (5 if (last / "sampler-of-rank-0").exists() else 4)
+    # student, optimiser, answers before and after, and what sampler and teacher remember
+    assert len(hashed) == 4 + (last / "sampler-of-rank-0").exists() + (last / "teachers").exists()
     hashed += last.glob("sampler-of-rank-0/**/*.json")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in hashed} | {

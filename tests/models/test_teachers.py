@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,20 @@ from etude.core.logprobs import next_token_logprobs
 from etude.core.records import Rollout
 from etude.errors import PairError
 from etude.models.backbone import TransformersBackbone, load_backbone
+from etude.models.own_teachers import EmaTeacher
 from etude.models.student import Student
 from etude.models.table import TableBackbone
-from etude.models.teachers import FrozenTeacher
-from etude.testing import Kind, counting_logits, rollout_of, tiny_backbone, tiny_folder, tiny_model, word_tokenizer
+from etude.models.teachers import EnsembleTeacher, FrozenTeacher, OffloadedTeacher
+from etude.testing import (
+    CountingTeacher,
+    Kind,
+    counting_logits,
+    rollout_of,
+    tiny_backbone,
+    tiny_folder,
+    tiny_model,
+    word_tokenizer,
+)
 
 SAMPLED = frozenset({Gives.SAMPLED_LOGPROBS})
 HIDDEN = frozenset({Gives.HIDDEN_STATES})
@@ -170,3 +181,109 @@ def test_a_row_beyond_its_window_is_named() -> None:
     teacher = FrozenTeacher("marker", tiny_backbone(window=12))
     with pytest.raises(PairError, match=r"row 2 has 13 tokens, and the teacher 'marker' reads at most 12"):
         teacher.score(ROWS, SAMPLED, 1.0)
+
+
+class TestOffloaded:
+    def test_its_weights_are_on_the_device_only_while_it_marks(self) -> None:
+        """Here the device is the CPU too, where a copy stands for it."""
+        backbone = tiny_backbone("gpt2", tied=True)
+        expected = sampled(FrozenTeacher("teacher", tiny_backbone("gpt2", tied=True)), ROWS)
+        teacher = OffloadedTeacher("teacher", backbone, device="cpu")
+        home = {key: weight.data_ptr() for key, weight in backbone.named_parameters()}
+        head = teacher.head()
+        with teacher.marking():
+            away = {key: weight.data_ptr() for key, weight in backbone.named_parameters()}
+        assert not set(home.values()) & set(away.values())
+        assert {key: weight.data_ptr() for key, weight in backbone.named_parameters()} == home
+        assert all(a.equal(b) for a, b in zip(sampled(teacher, ROWS), expected, strict=True))
+        assert {key: weight.data_ptr() for key, weight in backbone.named_parameters()} == home
+        assert head.weight_VD.data_ptr() not in {*home.values(), *away.values()}  # it stays on the device
+        assert head.weight_VD.equal(backbone.head().weight_VD)
+
+    def test_they_go_where_they_are_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        places: list[str] = []
+
+        def moved(self: torch.Tensor, device: torch.device, **how: Any) -> torch.Tensor:
+            assert how["copy"]
+            places.append(str(device))
+            return self.clone()
+
+        teacher = OffloadedTeacher("teacher", tiny_backbone(), device="cpu")
+        teacher.device = torch.device("cuda:3")
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "to", moved)
+            with teacher.marking():
+                pass
+        held = [*teacher.backbone.parameters(), *teacher.backbone.buffers()]
+        assert places == ["cuda:3"] * len(held)
+        assert {weight.device.type for weight in held} == {"cpu"}
+
+    def test_after_an_exception_they_are_home_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        teacher = OffloadedTeacher("teacher", tiny_backbone(), device="cpu")
+        home = [weight.data_ptr() for weight in teacher.backbone.parameters()]
+        monkeypatch.setattr(OutputHead, "logits", None)
+        with pytest.raises(TypeError):
+            sampled(teacher, ROWS)
+        assert [weight.data_ptr() for weight in teacher.backbone.parameters()] == home
+
+    def test_nothing_is_moved_for_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        teacher = OffloadedTeacher("teacher", tiny_backbone(), device="cpu")
+        monkeypatch.setattr(teacher, "marking", None)
+        assert teacher.score([], HIDDEN, 1.0) == []
+        assert len(teacher.score(ROWS, frozenset(), 1.0)) == 3
+
+
+def test_the_head_is_where_the_student_learns() -> None:
+    """On the meta device, which holds shapes and no numbers, in the place of a second card."""
+    teacher = FrozenTeacher("teacher", tiny_backbone("gpt2"), learns_on="meta")
+    assert teacher.head().weight_VD.device.type == "meta"
+    assert teacher.backbone.head().weight_VD.device.type == "cpu"
+    here = FrozenTeacher("teacher", tiny_backbone("gpt2"), learns_on="cpu")
+    assert here.head().weight_VD.data_ptr() == here.backbone.head().weight_VD.data_ptr()
+
+
+class TestEnsemble:
+    def test_the_mixture_of_probabilities_by_hand(self) -> None:
+        """0.25 x 0.9 + 0.75 x 0.5 = 0.6, whose logarithm is -0.51083."""
+        members = {f"p{p}": (CountingTeacher(f"p{p}", certainty=p), w) for p, w in ((0.9, 0.25), (0.5, 0.75))}
+        [marks] = EnsembleTeacher("both", members).score([rollout_of([3], [4, 5])], SAMPLED, 1.0)
+        assert marks.teacher == "both"
+        torch.testing.assert_close(marks.sampled_logprobs, torch.full((2,), -0.51083), atol=1e-5, rtol=0)
+
+    def test_one_alone_and_twice_the_same(self) -> None:
+        teacher = FrozenTeacher("teacher", tiny_backbone())
+        expected = torch.cat(sampled(teacher, ROWS))
+        for members in ({"a": (teacher, 1.0)}, {"a": (teacher, 0.3), "b": (teacher, 0.7)}):
+            marks = EnsembleTeacher("ensemble", members).score(ROWS, SAMPLED, 1.0)
+            found = torch.cat([mark.sampled_logprobs for mark in marks if mark.sampled_logprobs is not None])
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize("weights", [(), (0.5, 0.4), (1.5, -0.5), (1.0, 0.0)])
+    def test_weights_that_are_no_mixture(self, weights: tuple[float, ...]) -> None:
+        members = {str(place): (CountingTeacher(), weight) for place, weight in enumerate(weights)}
+        with pytest.raises(PairError, match="expected numbers above 0 that sum to 1"):
+            EnsembleTeacher("ensemble", members)
+
+    def test_it_gives_no_hidden_states(self) -> None:
+        teacher = EnsembleTeacher("both", {"a": (CountingTeacher(), 1.0)})
+        with pytest.raises(PairError, match="gives sampled_logprobs, and a term needs hidden_states"):
+            teacher.score(ROWS, HIDDEN, 1.0)
+        assert teacher.head() is None
+
+    def test_its_members_follow_the_student(self, tmp_path: Path) -> None:
+        """A wrapper names its parts, and what they remember is kept in folders of their own."""
+        table = TableBackbone(torch.zeros(3, 3))
+        student = Student(table)
+        average = EmaTeacher("average", student, rate=0.5)
+        teacher = EnsembleTeacher("both", {"ema": (average, 0.5), "counting": (CountingTeacher(), 0.5)})
+        teacher.begin(student)
+        with torch.no_grad():
+            table.weight_VS.fill_(2.0)
+        teacher.follow(student, 1, round_over=True)
+        assert average.backbone.get_parameter("weight_VS").equal(torch.ones(3, 3))
+        teacher.save(tmp_path)
+        assert (tmp_path / "ema" / "average.safetensors").exists()
+        teacher.begin(student)
+        assert average.backbone.get_parameter("weight_VS").equal(torch.full((3, 3), 2.0))
+        teacher.load(tmp_path, student)
+        assert average.backbone.get_parameter("weight_VS").equal(torch.ones(3, 3))

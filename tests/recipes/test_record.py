@@ -70,16 +70,18 @@ def facts(rollouts: list[Rollout]) -> list[tuple[Any, ...]]:
 
 def loads(monkeypatch: pytest.MonkeyPatch, *models: str) -> list[str]:
     """Notes which models' weights are read."""
-    from etude.recipes import build as module
+    from etude.recipes import build
+    from etude.recipes import record as recording
 
     noted: list[str] = []
-    real: Callable[..., TransformersBackbone] = module.load_backbone
+    real: Callable[..., TransformersBackbone] = build.load_backbone
 
     def noting(name: str, **options: Any) -> TransformersBackbone:
         noted.append(Path(name).name)
         return real(name, **options)
 
-    monkeypatch.setattr(module, "load_backbone", noting)
+    for module in (build, recording):
+        monkeypatch.setattr(module, "load_backbone", noting)
     return noted
 
 

@@ -153,6 +153,31 @@ class TestRounds:
         assert [line["tokens/scored"] for line in lines] == [4.0] * 5  # half of the round's eight tokens a step
         assert {line["rollout/tokens"] for line in lines} == {8.0}
 
+    def test_teachers_hear_of_each_step_and_where_a_round_ends(self, tmp_path: Path) -> None:
+        """Of the first student before it is first measured, of a step before it is saved."""
+        heard: list[str] = []
+
+        class Noting(CountingTeacher):
+            def begin(self, student: AbstractStudent) -> None:
+                heard.append("begin")
+
+            def follow(self, student: AbstractStudent, step: int, *, round_over: bool) -> None:
+                heard.append(f"step {step}{' ends the round' if round_over else ''}")
+
+            def save(self, folder: Path) -> None:
+                heard.append(f"save {folder.parent.name}/{folder.name}")
+
+        parts = parts_of(tmp_path, Plan(steps=3, updates_per_round=2), teachers={"teacher": Noting()})
+        run(parts)
+        saves = ["save teachers/teacher"]
+        assert heard == ["begin", "step 1", *saves, "step 2 ends the round", *saves, "step 3", *saves]
+        checkpoint = parts.saver.store.newest()
+        assert checkpoint is not None
+        assert not (checkpoint.path / "teachers").exists()  # it had nothing to write
+        heard.clear()
+        run(parts_of(tmp_path, Plan(steps=4), teachers={"teacher": Noting()}), State(step=3))
+        assert heard == ["step 4 ends the round", *saves]
+
     def test_a_process_writes_the_rows_of_its_rank(self, tmp_path: Path) -> None:
         parts = parts_of(tmp_path, Plan(steps=1), world=World(rank=1, size=2, local_rank=1))
         rows, num_rows = gather(parts, State(), number=3)

@@ -93,12 +93,16 @@ def without_stage(key: str) -> str:
 
 
 def located(key: str, value: Any, folder: Path) -> Any:
-    """The value, made absolute where its key holds a path: a hub name stays what it is unless such a folder exists."""
+    """The value, made absolute where its key holds a path: a hub name stays what it is unless such a folder exists.
+
+    So does the name of a GGUF file.
+    """
     key = without_stage(key)
     if not isinstance(value, str) or not (key in FILE_KEYS or key in FOLDER_KEYS):
         return value
     path = folder / os.path.expanduser(value)  # os.path does not raise on what cannot be a path
-    if key in FILE_KEYS or os.path.isdir(path) or value.startswith(("./", "../", "~", "/")):
+    here = os.path.isdir(path) or (value.endswith(".gguf") and os.path.isfile(path))
+    if key in FILE_KEYS or here or value.startswith(("./", "../", "~", "/")):
         return os.path.abspath(path)
     return value
 

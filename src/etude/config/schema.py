@@ -143,8 +143,27 @@ class Recipe(Noun):
 
     @property
     def has_teacher_model(self) -> bool:
-        """Whether the teacher's weights are loaded: stored scores alone do without."""
-        return self.teacher is not None and self.teacher.model is not None
+        """Whether the teacher marks in person: stored scores alone do without."""
+        return self.teacher is not None and (self.teacher.weights != "model" or self.teacher.model is not None)
+
+    @model_validator(mode="after")
+    def _check_own_teacher(self) -> Self:
+        if self.teacher is None or self.stages is not None:
+            return self
+        weights = self.teacher.weights
+        if weights == "base" and self.student.lora is None:
+            raise ValueError(
+                'teacher.weights = "base" is the student with its adapters switched off and it has none; write '
+                '[student.lora], or teacher.weights = "model" with the student\'s model'
+            )
+        writes = self.sampler.joint or self.sampler.other is Source.TEACHER
+        if writes and (weights not in ("model", "ema") or self.teacher.offload):
+            how = "offload = true" if self.teacher.offload else f"weights = {spelled(weights)}"
+            raise ValueError(
+                f"[sampler] lets the teacher write and with teacher.{how} it can only mark; write a teacher.model, "
+                "or let the student write alone"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_reference(self) -> Self:

@@ -137,7 +137,7 @@ def main(words: Sequence[str]) -> int:
 def _table(title: str, own: Sequence[Curve], rewarded: Sequence[Sequence[Curve]], updates: int) -> Table:
     shown = Table(title=title, title_justify="left")
     for heading in ("accuracy at T = 1", "teacher's marks (opd)", "verdict alone (grpo)", "times"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows(own, rewarded, updates):
         shown.add_row(*row)
     return shown

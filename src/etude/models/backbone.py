@@ -11,7 +11,7 @@ Legend: B rows, T positions, P prompt tokens, V real vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +39,7 @@ from etude.models.folders import quiet, read_config, read_model, read_tokenizer,
 from etude.models.forward import evaluating
 from etude.models.lora import LoraSettings
 from etude.models.pruning import keep_layers as only_layers
+from etude.models.quantised import settings_of
 from etude.models.roles import AbstractBackbone, AbstractDecoding
 from etude.models.shipped import resolve
 from etude.text.vocabulary import real_vocabulary
@@ -173,6 +174,15 @@ class TransformersBackbone(AbstractBackbone):
         for name, weight in adapters.effective_weights(other.model):
             own[name].copy_(weight)
 
+    def effective_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Adapters come merged into the weights they act on."""
+        if not adapters.is_adapted(self.model):
+            return super().effective_weights()
+        return ((f"model.{name}", weight) for name, weight in adapters.effective_weights(self.model))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return adapters.switched_off(self.model) if adapters.is_adapted(self.model) else super().without_adapters()
+
     @property
     def _text_config(self) -> PretrainedConfig:
         return self.base.config.get_text_config(decoder=True)
@@ -273,11 +283,13 @@ def load_backbone(
     activation_checkpointing: bool = False,
     dropout: bool = False,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> TransformersBackbone:
     """A model and its tokenizer from a folder, the hub or a shipped name, in evaluation mode.
 
     Args:
-        model: a folder (an adapter folder is merged into its base), a name on the hub, or `etude:NAME`.
+        model: a folder (an adapter folder is merged into its base), a GGUF file (unpacked), a name on the hub, or
+            `etude:NAME`.
         dtype: of the weights.
         compute_dtype: of matrix products; None: as the weights.
         keep_layers: decoder layers to keep, from 0, ascending; None: all.
@@ -285,10 +297,11 @@ def load_backbone(
         activation_checkpointing: recompute activations in the backward pass; acts in training mode only.
         dropout: leave the model's own dropout rates as they are; False: all zero, so that both modes are one.
         trust_remote_code: run Python code that comes with the model.
+        quantization: one of `quantised.QUANTIZATIONS`, to hold the weights of linear layers in; None: as the files say.
 
     Raises:
         ModelError: the model cannot be found, read, or used as asked.
-        ExtraMissing: adapters without peft.
+        ExtraMissing: adapters without peft, or what a quantised model or a GGUF file is read with.
     """
     name = resolve(model)
     base = adapters.base_of(name)
@@ -296,7 +309,11 @@ def load_backbone(
     tokenizer = read_tokenizer(name, trust_remote_code)
     if not dropout:
         silence_dropout(config)
-    network = read_model(AutoModelForCausalLM, base, _dtype(dtype), config=config, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"config": config, "trust_remote_code": trust_remote_code}
+    quantised = quantization is not None or getattr(config, "quantization_config", None) is not None
+    if quantised:  # such weights are put where they belong while they are read, and cannot be cast or moved later
+        options |= {"device_map": {"": str(device)}} | settings_of(quantization, _dtype(dtype))
+    network = read_model(AutoModelForCausalLM, base, _dtype(dtype), **options)
     if base != name:
         _require_plain(name, lora, keep_layers)
         network = adapters.merge_folder(network, name)
@@ -307,7 +324,8 @@ def load_backbone(
     if activation_checkpointing:
         _checkpoint_activations(network)
     computing = None if compute_dtype is None else _dtype(compute_dtype)
-    return TransformersBackbone(adapted.to(device), tokenizer, compute_dtype=computing).eval()
+    placed = adapted if quantised else adapted.to(device)
+    return TransformersBackbone(placed, tokenizer, compute_dtype=computing).eval()
 
 
 def _first(tensor: Tensor, count: int) -> Tensor:

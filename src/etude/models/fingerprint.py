@@ -26,6 +26,8 @@ def weights_hash(model: str) -> str:
         ModelError: there is no such model.
     """
     name = resolve(model)
+    if Path(name).is_file():  # GGUF
+        return _digest(Path(name))
     folder = local_folder(name)
     if folder is None:
         return hashlib.sha256(f"hub {name} {hub_commit(name)}".encode()).hexdigest()

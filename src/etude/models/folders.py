@@ -1,7 +1,7 @@
 """Model folders and hub names, read through transformers: configuration, tokenizer, weights, and one sentence if not.
 
-Only safetensors are read, code that comes with a folder runs only when the caller says so, and a weight that is missing
-is an error. What becomes of a model after that is `models/backbone.py`'s business, which calls this.
+Only safetensors and GGUF files are read, code that comes with a folder runs only when the caller says so, and a weight
+that is missing is an error. What becomes of a model after that is `models/backbone.py`'s business, which calls this.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib import util
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     GenerationConfig,
+    GgufConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,8 +27,9 @@ from transformers import (
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from etude.errors import EtudeError, ModelError
+from etude.errors import EtudeError, ExtraMissing, ModelError
 
+GGUF = ".gguf"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
@@ -36,6 +39,8 @@ def local_folder(name: str) -> Path | None:
     Raises:
         ModelError: the name can only be a folder, or is nearly that of a model folder here, and there is none.
     """
+    if name.endswith(GGUF):
+        return None  # a file, which holds configuration, tokenizer and weights
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -58,7 +63,7 @@ def read_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
         ModelError: it cannot be had, or is that of another kind of model.
     """
     with _refusing(name, "configuration"):
-        config = AutoConfig.from_pretrained(_place(name), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(_place(name), trust_remote_code=trust_remote_code, **_file_within(name))
     if config.is_encoder_decoder:
         raise ModelError(
             f"{name} is an encoder-decoder model ({config.model_type}), and etude trains decoder-only ones; name a "
@@ -86,11 +91,13 @@ def read_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         # transformers would make an empty tokenizer up for some kinds of model.
         raise ModelError(f"{name} holds no tokenizer; copy the files of the model's own tokenizer into it")
     with _refusing(name, "tokenizer"):
-        return AutoTokenizer.from_pretrained(_place(name), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(_place(name), trust_remote_code=trust_remote_code, **_file_within(name))
 
 
 def read_generation_config(name: str) -> GenerationConfig | None:
     """The generation defaults that lie beside a model, if any: read for the stop ids they name, never obeyed."""
+    if name.endswith(GGUF):
+        return None
     try:
         with _without_retries_told():
             return GenerationConfig.from_pretrained(_place(name))
@@ -121,6 +128,8 @@ def read_model(engine: Any, name: str, dtype: torch.dtype, **options: Any) -> Pr
     Raises:
         ModelError: it cannot be had, or is incomplete.
     """
+    if name.endswith(GGUF):
+        options |= _file_within(name) | {"quantization_config": GgufConfig(dequantize=True)}
     with _refusing(name, "weights"), quiet():
         model, report = engine.from_pretrained(
             _place(name), dtype=dtype, use_safetensors=True, output_loading_info=True, **options
@@ -158,7 +167,26 @@ def _without_retries_told() -> Iterator[None]:
 
 
 def _place(name: str) -> str:
+    if name.endswith(GGUF):
+        return str(Path(name).expanduser().parent)
     return str(local_folder(name) or name)
+
+
+def _file_within(name: str) -> dict[str, str]:
+    """What names a GGUF file to transformers; nothing for a folder or a hub name.
+
+    Raises:
+        ModelError: there is no such file.
+        ExtraMissing: what reads it is not installed.
+    """
+    if not name.endswith(GGUF):
+        return {}
+    if not Path(name).expanduser().is_file():
+        raise ModelError(f"there is no file {name}; name a GGUF file on this machine, a folder, or a model on the hub")
+    for package in ("gguf", "accelerate"):
+        if util.find_spec(package) is None:
+            raise ExtraMissing(package, "gguf", f"the GGUF file {name}")
+    return {"gguf_file": Path(name).name}
 
 
 @contextmanager
@@ -171,8 +199,10 @@ def _refusing(name: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        if local_folder(name):
-            raise ModelError(f"the {what} of {name} cannot be read: {reason}; mend or replace the folder") from None
+        if isinstance(error, ImportError):  # a quantised folder, whose package transformers asks for
+            raise ModelError(f"the {what} of {name} need a package that is not installed: {reason}") from None
+        if local_folder(name) or name.endswith(GGUF):
+            raise ModelError(f"the {what} of {name} cannot be read: {reason}; mend or replace it") from None
         raise ModelError(
             f"'{name}' is no folder here, and its {what} could not be had from the hub: {reason}; check the name and "
             "the connection, or name a folder"

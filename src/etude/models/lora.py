@@ -86,6 +86,28 @@ def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+@contextmanager
+def switched_off(model: PeftModel) -> Iterator[None]:
+    """Inside, the base model alone acts; afterwards, also after an exception, each adapter is as it was.
+
+    peft's own way freezes every adapter and thaws all of them again, whether they were learning or not.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+    were_on = [not layer.disable_adapters for layer in layers]
+    learning = [(weight, weight.requires_grad) for weight in model.parameters()]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer, was_on in zip(layers, were_on, strict=True):
+            layer.enable_adapters(was_on)
+        for weight, learns in learning:
+            weight.requires_grad_(learns)
+
+
 def effective_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """(name in the base model, weight with its adapter merged), one after the other; the model stays as it is."""
     from peft.tuners.lora import LoraLayer

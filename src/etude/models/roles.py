@@ -10,7 +10,7 @@ Legend: B rows, T positions, V real vocabulary, D hidden size, P prompt tokens, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from etude.axes.names import Gives
 from etude.core.linear import OutputHead
 from etude.core.records import Prompt, Rollout, Scores
+from etude.errors import ModelError
 from etude.runtime.seeds import Key
 
 
@@ -84,6 +85,18 @@ class AbstractBackbone(nn.Module, ABC):
         """Take over the present weights of `other`, of which this is a copy, each cast to the precision it has here."""
         self.load_state_dict(other.state_dict())
 
+    def effective_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight as it acts now, by the name that it has in the state of a copy (`copy_as`)."""
+        yield from self.state_dict().items()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the weights underneath the adapters act alone.
+
+        Raises:
+            ModelError: it has none.
+        """
+        raise ModelError(f"{type(self).__name__} has no adapters that could be switched off")
+
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
@@ -144,7 +157,39 @@ class AbstractTeacher(ABC):
 
     @abstractmethod
     def head(self) -> OutputHead | None:
-        """The head that belongs to its hidden states, over the real vocabulary; None if it gives no hidden states."""
+        """The head that belongs to its hidden states, over the real vocabulary; None if it gives no hidden states.
+
+        On the device the student learns on. Its tensors stay the same ones: a teacher that moves writes into them.
+        """
+
+    # What moves with the student; most teachers do not. Marks and head change at the end of a round only, so that a
+    # round's hidden states and head belong together. One that moves extends these, and a wrapper names its parts.
+
+    @property
+    def parts(self) -> Mapping[str, AbstractTeacher]:
+        """The teachers it is made of, by a name that is a folder's."""
+        return {}
+
+    def begin(self, student: AbstractStudent) -> None:
+        """Hear which student a run begins with."""
+        for part in self.parts.values():
+            part.begin(student)
+
+    def follow(self, student: AbstractStudent, step: int, *, round_over: bool) -> None:
+        """Hear that the student has taken its optimiser step number `step` (from 1), perhaps the last of a round."""
+        for part in self.parts.values():
+            part.follow(student, step, round_over=round_over)
+
+    def save(self, folder: Path) -> None:
+        """Write what it remembers into an empty folder; nothing where there is nothing. All ranks remember the same."""
+        for name, part in self.parts.items():
+            (folder / name).mkdir()
+            part.save(folder / name)
+
+    def load(self, folder: Path, student: AbstractStudent) -> None:
+        """Take back what `save` wrote, if anything, beside a student that has been restored."""
+        for name, part in self.parts.items():
+            part.load(folder / name, student)
 
 
 class AbstractStudent(ABC):

@@ -30,10 +30,13 @@ from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractSampler, AbstractTeacher
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
-from etude.models.teachers import FrozenTeacher
+from etude.models.teachers import FrozenTeacher, InProcessTeacher
 from etude.recipes.data import Data, read_data
 from etude.recipes.devices import Device, choose_device, choose_threads
+from etude.recipes.folder import with_students_of_runs
 from etude.recipes.stored import fingerprint, open_recording, open_scores, stored_kinds
+from etude.recipes.teachers import Load, backbones, loading_once, require_teacher, teacher_of
+from etude.recipes.teachers import gives_of as gives_of_teacher
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
 from etude.text.vocabulary import real_vocabulary
@@ -54,9 +57,11 @@ def build(
     Raises:
         UsageError: something does not fit; the sentence says what, where and what to do.
     """
+    recipe, checkpoints = with_students_of_runs(recipe)
     require_gives(objective_of(recipe), gives_of(recipe))
     require_rows(recipe, world)
     device = choose_device(recipe, world)
+    require_teacher(recipe, device)
     data = read_data(recipe)
     require_ids(recipe, data)
     objective = objective_of(recipe, data.special_ids)
@@ -65,12 +70,17 @@ def build(
     scores = open_scores(recipe, TEACHER, objective.needs(TEACHER), data, device)
     student = load_student(recipe, device)
     require_window(student, recording)
-    teacher = load_teacher(recipe, device)  # None: there is none, or its stored scores are all there is of it
-    reference = load_reference(recipe, device, start) if REFERENCE in objective.teachers else None
-    frozen = {model.name: model for model in (teacher, reference) if model is not None}
-    choose_threads(recipe.device.threads, num_parameters(student, *frozen.values()))
+    load = loading_once(load_backbone)
+    teacher = load_teacher(recipe, device, student, load)  # None: there is none, or its stored scores are all of it
+    reference = load_reference(recipe, device, load, start) if REFERENCE in objective.teachers else None
+    teachers = {model.name: model for model in (teacher, reference) if model is not None}
+    if scores is not None:
+        teachers[TEACHER] = CachedTeacher(teacher, scores, name=TEACHER, device=device.name)
+    require_gives(objective, {name: model.gives for name, model in teachers.items()})
+    choose_threads(recipe.device.threads, num_parameters(student, *teachers.values()))
+    found = [f"{role}.model: {place}" for role, place in checkpoints.items()]
     said = (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}")
-    for line in (*said, *from_disk(recording, scores, recipe.has_teacher_model)):
+    for line in (*found, *said, *from_disk(recording, scores, recipe.has_teacher_model)):
         tracker.say(line)
     own = InProcessSampler(
         student.backbone,
@@ -79,9 +89,6 @@ def build(
         rows_per_batch=recipe.sampler.rows_per_batch,
         record_kept=objective.needs_kept_sets,
     )
-    teachers: dict[str, AbstractTeacher] = {**frozen}
-    if scores is not None:
-        teachers[TEACHER] = CachedTeacher(teacher, scores, name=TEACHER, device=device.name)
     read = fingerprint(data, recording, scores)
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs, stage)
     return Parts(
@@ -93,7 +100,9 @@ def build(
         prompts=partial(data.prompts_of_round, recipe, plan.stage),
         evaluation=evaluation_of(recipe, data, own, teacher, world),
         plan=plan,
-        saver=Saver(folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device, read)),
+        saver=Saver(
+            folder, keep=recipe.checkpoint.keep, world=world, info=facts_of(settings, device, read, checkpoints)
+        ),
         tracker=tracker,
         world=world,
         seed=recipe.seed,
@@ -125,7 +134,8 @@ def gives_of(recipe: Recipe) -> dict[str, frozenset[Gives]]:
     gives = {REFERENCE: FrozenTeacher.gives}  # the student can always be its own reference
     if recipe.teacher is None:
         return gives
-    return gives | {TEACHER: FrozenTeacher.gives if recipe.has_teacher_model else stored_kinds(recipe, TEACHER)}
+    stored = recipe.teacher.weights == "model" and recipe.teacher.model is None
+    return gives | {TEACHER: stored_kinds(recipe, TEACHER) if stored else gives_of_teacher(recipe.teacher)}
 
 
 def require_gives(objective: Objective, gives: Mapping[str, frozenset[Gives]]) -> None:
@@ -184,19 +194,22 @@ def from_disk(recording: Recording | None, scores: ScoreStore | None, has_teache
         )
 
 
-def facts_of(settings: SamplingSettings, device: Device, read: str) -> dict[str, object]:
+def facts_of(
+    settings: SamplingSettings, device: Device, read: str, checkpoints: Mapping[str, str]
+) -> dict[str, object]:
     """What the recipe left open and this run decided or found: kept with each checkpoint."""
     return {
         "threads": torch.get_num_threads(),
         "device": asdict(device),
         "sampling": settings.describe(),
         "data": read,
+        "checkpoints": dict(checkpoints),
     }
 
 
-def num_parameters(*models: Student | FrozenTeacher) -> int:
+def num_parameters(*models: Student | AbstractTeacher) -> int:
     """Of the largest model."""
-    return max(sum(p.numel() for p in model.backbone.parameters()) for model in models)
+    return max(sum(p.numel() for p in backbone.parameters()) for backbone in backbones(models))
 
 
 def load_student(recipe: Recipe, device: Device) -> Student:
@@ -222,33 +235,32 @@ def adapters_of(recipe: Recipe) -> LoraSettings | None:
     return None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed)
 
 
-def load_teacher(recipe: Recipe, device: Device) -> FrozenTeacher | None:
-    """The frozen model of [teacher], held in the precision it computes in; None where it names none."""
+def load_teacher(recipe: Recipe, device: Device, student: Student | None, load: Load) -> AbstractTeacher | None:
+    """Who [teacher] says marks, in the precision it computes in; None where nobody's weights are needed."""
     config = recipe.teacher
-    if config is None or config.model is None:
+    if config is None or (config.weights == "model" and config.model is None):
         return None
-    backbone = load_backbone(
-        config.model, dtype=device.teacher_dtype, device=device.name, trust_remote_code=config.trust_remote_code
-    )
-    return FrozenTeacher(TEACHER, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
+    return teacher_of(config, TEACHER, recipe=recipe, device=device, student=student, load=load)
 
 
-def load_reference(recipe: Recipe, device: Device, start: Path | None) -> FrozenTeacher:
+def load_reference(recipe: Recipe, device: Device, load: Load, start: Path | None) -> FrozenTeacher:
     """The frozen model of [reference]; where it is left out, the student as the run, or its stage, begins.
 
     That is the model of [student] before new adapters, which change nothing yet, or with the weights or adapters of
     `start`, taken as the student takes them: the last checkpoint of the stage before, the same at every resume.
     """
     config = recipe.reference
-    backbone = load_backbone(
+    begun = config is None and start is not None
+    read = load_backbone if begun else load  # what takes other weights on must be nobody else's
+    backbone = read(
         config.model if config else recipe.student.model,
         dtype=config.dtype if config and config.dtype != "auto" else device.compute_dtype,
         device=device.name,
         keep_layers=None if config else recipe.student.keep_layers,
-        lora=None if config or start is None else adapters_of(recipe),
+        lora=adapters_of(recipe) if begun else None,
         trust_remote_code=config.trust_remote_code if config else recipe.student.trust_remote_code,
     )
-    if config is None and start is not None:
+    if begun and start is not None:
         backbone.restore(start)
     return FrozenTeacher(REFERENCE, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
 
@@ -266,7 +278,7 @@ def sampling_settings(recipe: Recipe, stop_ids: tuple[int, ...]) -> SamplingSett
 
 
 def sampler_of(
-    recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None, recording: Recording | None = None
+    recipe: Recipe, own: InProcessSampler, teacher: AbstractTeacher | None, recording: Recording | None = None
 ) -> AbstractSampler:
     """Who writes the rows of a round: the student, the dataset, the teacher, or a mixture."""
     config = recipe.sampler
@@ -275,7 +287,7 @@ def sampler_of(
     else:
         writes = replaying(recipe, student_sampler(recipe, own, teacher)) if config.student_writes else None
     if recipe.sampler.other is Source.TEACHER:
-        assert teacher is not None  # the schema asks for [teacher]
+        assert isinstance(teacher, InProcessTeacher)  # the schema asks for one
         other: AbstractSampler | None = InProcessSampler(
             teacher.backbone, own.settings, source=Source.TEACHER, rows_per_batch=recipe.sampler.rows_per_batch
         )
@@ -300,11 +312,11 @@ def replaying(recipe: Recipe, writes: AbstractSampler) -> AbstractSampler:
     )
 
 
-def student_sampler(recipe: Recipe, own: InProcessSampler, teacher: FrozenTeacher | None) -> AbstractSampler:
+def student_sampler(recipe: Recipe, own: InProcessSampler, teacher: AbstractTeacher | None) -> AbstractSampler:
     """Who writes the student's rows: the student alone, or with the teacher's hand in each token."""
     if not recipe.sampler.joint:
         return own
-    assert teacher is not None  # the schema asks for [teacher]
+    assert isinstance(teacher, InProcessTeacher)  # the schema asks for one
     share, top_k = recipe.sampler.teacher_share, recipe.sampler.teacher_top_k
     together = Interleaving(top_k) if share is None and top_k is not None else TokenMixture(share or 0.0)
     return JointSampler(own, teacher.backbone, together)
@@ -353,16 +365,22 @@ def learner_of(
 
 
 def evaluation_of(
-    recipe: Recipe, data: Data, own: InProcessSampler, teacher: FrozenTeacher | None, world: World
+    recipe: Recipe, data: Data, own: InProcessSampler, teacher: AbstractTeacher | None, world: World
 ) -> Evaluation:
     """Held-out measurements: the student's own distribution, whatever the recipe samples with."""
     plain = replace(own.settings, temperature=1.0, top_p=1.0, top_k=0)
     greedy = data.verify is not None and recipe.evaluation.greedy
+    compared = teacher is not None and Gives.HIDDEN_STATES in teacher.gives  # over the whole vocabulary
+    if recipe.sampler.adaptive is not None and not compared:
+        raise PairError(
+            "[sampler.adaptive] follows the held-out divergence from the teacher, which takes hidden states, and this "
+            "teacher gives none; remove it or take another teacher"
+        )
     return Evaluation(
         data.held_out,
         sampler=own.with_settings(plain),
         greedy_sampler=own.with_settings(replace(plain, temperature=0.0)) if greedy else None,
-        teacher=teacher,
+        teacher=teacher if compared else None,
         verify=data.verify,
         decode=data.decode,
         seed=recipe.seed,

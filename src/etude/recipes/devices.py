@@ -65,6 +65,20 @@ def choose_threads(asked: int, num_parameters: int) -> None:
         torch.set_num_threads(1)
 
 
+def require_device(name: str, key: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Raises:
+        RecipeError: names the key that asks for it.
+    """
+    kind, _, number = name.partition(":")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    if int(number or 0) >= count:
+        raise RecipeError(
+            f'{key} = "{name}" is not there ({count} of the kind {kind} are); write "auto" or another one'
+        )
+
+
 def _device_name(asked: str, world: World) -> str:
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if asked == "auto":

@@ -6,15 +6,13 @@ It reads a run's folder and no run; `etude export` calls it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from etude.config.load import load_recipe
 from etude.errors import RecipeError
 from etude.models.backbone import load_backbone
 from etude.models.lora import base_of
-from etude.recipes.folder import RECIPE_FILE
-from etude.runtime.checkpoints import Checkpoint, CheckpointStore
+from etude.recipes.folder import RECIPE_FILE, checkpoint_of
 from etude.training.state import CHECKPOINTS_FOLDER, STUDENT_FOLDER
 
 
@@ -37,10 +35,9 @@ def export(run: Path, *, to: Path, merge: bool) -> str:
     if to.exists():
         raise RecipeError(f"{to} exists already; name another folder with --to")
     recipe = load_recipe(run / RECIPE_FILE)
-    found = _newest(run, [stage.name for stage in recipe.stage_recipes if recipe.stages is not None])
-    if found is None:
-        raise RecipeError(f"{run} has no whole checkpoint yet; let the run reach one")
-    checkpoint, of = found
+    checkpoint = checkpoint_of(run)
+    stage = checkpoint.path.relative_to(run).parts[0]
+    of = "" if stage == CHECKPOINTS_FOLDER else f" of stage {stage}"
     student = checkpoint.path / STUDENT_FOLDER
     adapters = base_of(str(student)) != str(student)
     if merge and adapters:
@@ -50,12 +47,3 @@ def export(run: Path, *, to: Path, merge: bool) -> str:
         shutil.copytree(student, to)
     kind = "a plain folder" if merge or not adapters else "an adapter folder (--merge folds it into its base)"
     return f"wrote the student of step {checkpoint.step}{of} to {to}, {kind}"
-
-
-def _newest(run: Path, stages: Sequence[str]) -> tuple[Checkpoint, str] | None:
-    """The newest whole checkpoint of a run, of the latest stage that has one, and which stage that is, in words."""
-    places = [(run / name, f" of stage {name}") for name in reversed(stages)] or [(run, "")]
-    for folder, of in places:
-        if checkpoint := CheckpointStore(folder / CHECKPOINTS_FOLDER).newest():
-            return checkpoint, of
-    return None

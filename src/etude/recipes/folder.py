@@ -22,7 +22,7 @@ from etude.config.load import dump_toml
 from etude.config.plain import leaves
 from etude.config.schema import Recipe
 from etude.errors import CheckpointError, RecipeError
-from etude.runtime.checkpoints import CheckpointStore
+from etude.runtime.checkpoints import Checkpoint, CheckpointStore
 from etude.runtime.tracking import METRICS_FILE
 from etude.training.state import CHECKPOINTS_FOLDER, SAMPLES_FOLDER, STUDENT_FOLDER
 
@@ -106,8 +106,9 @@ def _stage_of(folder: Path) -> int | None:
 
 
 def _stage_folders(folder: Path) -> list[Path]:
-    marks = sorted(folder.glob(f"*/{MARK_FILE}"))
-    return [mark.parent for mark in marks if _stage_of(mark.parent) is not None]
+    """Those of the stages that have begun, in their order."""
+    stages = {mark.parent: _stage_of(mark.parent) for mark in folder.glob(f"*/{MARK_FILE}")}
+    return sorted((path for path, place in stages.items() if place is not None), key=lambda path: stages[path] or 0)
 
 
 def _require_known_stages(folder: Path, names: Sequence[str]) -> None:
@@ -158,6 +159,61 @@ def _changed_keys(before: str, after: str) -> dict[str, str]:
     old, new = (dict(leaves(tomllib.loads(text))) for text in (before, after))
     keys = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
     return {key: f"{key}: {old.get(key, 'unset')} there, {new.get(key, 'unset')} now" for key in keys}
+
+
+def with_students_of_runs(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with a checkpoint's student in the place of each run's folder, and by role which checkpoint that is.
+
+    Raises:
+        RecipeError: a run has no such checkpoint, or a step is asked of what is no run.
+    """
+    found: dict[str, str] = {}
+    tables: dict[str, Any] = {}
+    for role in ("student", "teacher", "reference"):
+        config = getattr(recipe, role)
+        if config is None or config.model is None:
+            continue
+        run = Path(config.model).expanduser()
+        if not (run / MARK_FILE).is_file() or not (run / RECIPE_FILE).is_file():
+            if config.step is not None:
+                raise RecipeError(
+                    f"{role}.step = {config.step} and {role}.model = {config.model} is no run; remove step"
+                )
+            continue
+        checkpoint = checkpoint_of(run, config.step)
+        found[role] = str(checkpoint.path.relative_to(run))
+        tables[role] = config.model_copy(update={"model": str(checkpoint.path / STUDENT_FOLDER), "step": None})
+    return recipe.model_copy(update=tables), found
+
+
+def checkpoint_of(run: Path, step: int | None = None) -> Checkpoint:
+    """The newest whole checkpoint of a run, of its latest stage that has any, or the one of a step there.
+
+    Raises:
+        RecipeError: there is none; says which steps there are.
+    """
+    folders = [*reversed(_stage_folders(run)), run]
+    stores = [CheckpointStore(folder / CHECKPOINTS_FOLDER) for folder in folders]
+    begun = [store for store in stores if store.steps]
+    if not begun:
+        raise RecipeError(f"the run {run} has no whole checkpoint yet; let the run reach one")
+    if step is None:
+        for store in begun:
+            if checkpoint := store.newest():
+                return checkpoint
+        path, reason = begun[0].passed_over[0]
+        raise RecipeError(
+            f"every checkpoint of the run {run} is damaged ({path.name}: {reason}); bring back a copy of one"
+        )
+    try:
+        return begun[0].at(step)
+    except CheckpointError as error:
+        steps = ", ".join(map(str, begun[0].steps))
+        there = "is damaged" if step in begun[0].steps else "is not there"
+        raise RecipeError(
+            f"the checkpoint of step {step} of the run {begun[0].folder.parent} {there} ({error}); it has those of "
+            f"steps {steps}, and checkpoint.keep says how many a run keeps"
+        ) from None
 
 
 def versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ from etude.config.schema import Recipe
 from etude.core.objective import Objective
 from etude.core.records import Prompt, Rollout
 from etude.errors import PairError, RecipeError
+from etude.models.backbone import load_backbone
 from etude.models.cache import CachedTeacher, ScoreStore
 from etude.models.fingerprint import weights_hash
 from etude.models.mixture import DatasetSampler
@@ -34,7 +35,9 @@ from etude.recipes.build import (
 )
 from etude.recipes.data import Data, read_data
 from etude.recipes.devices import Device, choose_device, choose_threads
+from etude.recipes.folder import with_students_of_runs
 from etude.recipes.stored import how_written, open_scores
+from etude.recipes.teachers import require_teacher
 from etude.runtime.lock import locked
 from etude.runtime.progress import PLAIN_LINES, duration
 from etude.runtime.seeds import Key
@@ -58,6 +61,7 @@ def record(recipe: Recipe, *, rounds: int | None = None, quiet: bool = False) ->
         CheckpointError: what lies there is damaged.
     """
     folder = _folder(recipe, World.current())
+    recipe, _ = with_students_of_runs(recipe)
     plan = Plan(recipe.train.steps, recipe.train.updates_per_round, recipe.train.epochs)
     count = len(list(plan.rounds(after=0))) if rounds is None else rounds
     if count < 1:
@@ -66,6 +70,7 @@ def record(recipe: Recipe, *, rounds: int | None = None, quiet: bool = False) ->
     needs = objective.needs(TEACHER)
     _require_teacher(recipe, objective)
     device = choose_device(recipe, World())
+    require_teacher(recipe, device)
     data = read_data(recipe)
     store = open_scores(recipe, TEACHER, needs, data, device)
     with locked(folder), Tracker(None, console=not quiet, total_steps=count) as tracker:
@@ -147,7 +152,7 @@ def _mark(
 ) -> None:
     """The teacher's scores of every row without one; and of the data's own rows, where the recipe mixes them in."""
     gc.collect()  # the student's modules hang together in circles; they must go before the teacher comes
-    model = load_teacher(recipe, device)
+    model = load_teacher(recipe, device, None, load_backbone)
     assert model is not None  # asked for before
     choose_threads(recipe.device.threads, num_parameters(model))
     teacher = CachedTeacher(model, store, name=TEACHER)

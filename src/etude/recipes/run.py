@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -36,8 +36,16 @@ from etude.recipes.build import (
 )
 from etude.recipes.data import read_data
 from etude.recipes.devices import choose_device
-from etude.recipes.folder import STAGE_FACT, SUMMARY_FILE, begin, require_places, write_json
+from etude.recipes.folder import (
+    STAGE_FACT,
+    SUMMARY_FILE,
+    begin,
+    require_places,
+    with_students_of_runs,
+    write_json,
+)
 from etude.recipes.stored import open_recording, open_scores
+from etude.recipes.teachers import require_teacher
 from etude.runtime.checkpoints import CheckpointStore
 from etude.runtime.lock import locked
 from etude.runtime.tracking import Tracker
@@ -241,6 +249,12 @@ def _restore(parts: Parts, tracker: Tracker, start: Path | None) -> State:
             "bring those back (and its recording and stored scores, if it has any), start over with --fresh, or give "
             "this run another output"
         )
+    before, now = (info.get("checkpoints", {}) for info in (checkpoint.info, parts.saver.info))
+    if before != now:
+        raise CheckpointError(
+            f"{parts.saver.folder} began with other checkpoints as models ({_listed(before)} then, {_listed(now)} "
+            "now); bring those back, name the step, start over with --fresh, or give this run another output"
+        )
     threads = checkpoint.info["threads"]
     if threads != torch.get_num_threads():
         tracker.say(
@@ -249,7 +263,11 @@ def _restore(parts: Parts, tracker: Tracker, start: Path | None) -> State:
         )
     tracker.say(f"going on after step {checkpoint.step}")
     tracker.truncate_after(checkpoint.step)
-    return parts.saver.restore(checkpoint, parts.student, parts.learner, parts.sampler)
+    return parts.saver.restore(checkpoint, parts.student, parts.learner, parts.sampler, parts.teachers)
+
+
+def _listed(checkpoints: Mapping[str, str]) -> str:
+    return ", ".join(f"{role}: {place}" for role, place in checkpoints.items()) or "none"
 
 
 def check(recipe: Recipe) -> str:
@@ -269,15 +287,18 @@ def check(recipe: Recipe) -> str:
 
 def _check(recipe: Recipe, world: World) -> str:
     """The same for one stage, its folder aside."""
+    recipe, checkpoints = with_students_of_runs(recipe)
     objective = objective_of(recipe)
     require_gives(objective, gives_of(recipe))
     device = choose_device(recipe, world)
+    require_teacher(recipe, device)
     data = read_data(recipe)
     require_ids(recipe, data)
     settings = sampling_settings(recipe, data.stop_ids)
     recording = open_recording(recipe, data, settings)
     scores = open_scores(recipe, TEACHER, objective.needs(TEACHER), data, device)
     lines = [
+        *(f"{role}.model: {place}" for role, place in checkpoints.items()),
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
         f"sampling: {settings.describe()}",
         *objective.warnings,

@@ -72,7 +72,9 @@ def origin_of(recipe: Recipe, data: Data, device: Device) -> Origin:
         weights=weights_hash(config.model),
         vocabulary=vocabulary_hash(tokenizer),
         special_ids=special_ids(tokenizer),
-        dtype=device.teacher_dtype,
+        dtype=device.teacher_dtype
+        if config.quantization == "none"
+        else f"{device.teacher_dtype}, {config.quantization}",
         temperature=recipe.loss.temperature,
     )
 

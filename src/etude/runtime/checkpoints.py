@@ -94,13 +94,19 @@ class CheckpointStore:
         self.passed_over = []
         for path in reversed(self._paths()):
             try:
-                manifest = _read_manifest(path)
-                _check_files(path, manifest, hashes=True)
+                return _whole(path)
             except CheckpointError as error:
                 self.passed_over.append((path, str(error)))
-                continue
-            return Checkpoint(path, manifest["step"], manifest["info"])
         return None
+
+    def at(self, step: int) -> Checkpoint:
+        """The whole checkpoint of a step. Raises `CheckpointError` with the reason where there is none."""
+        return _whole(self.path_of(step))
+
+    @property
+    def steps(self) -> list[int]:
+        """Of every folder that claims to be a checkpoint, damaged ones included; ascending."""
+        return [int(path.name.removeprefix("step-")) for path in self._paths()]
 
     def require_space(self, needed_bytes: int) -> None:
         """Raise `CheckpointError` unless so many bytes are free where the checkpoints go."""
@@ -329,6 +335,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if folder.name != _name(manifest["step"]):
         raise CheckpointError(f"the folder is named {folder.name} and holds step {manifest['step']}")
     return manifest
+
+
+def _whole(folder: Path) -> Checkpoint:
+    """One checkpoint, every file of it hashed. Raises `CheckpointError` with the reason if it is damaged."""
+    manifest = _read_manifest(folder)
+    _check_files(folder, manifest, hashes=True)
+    return Checkpoint(folder, manifest["step"], manifest["info"])
 
 
 def _check_files(folder: Path, manifest: Mapping[str, Any], *, hashes: bool) -> None:

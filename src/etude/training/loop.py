@@ -48,6 +48,8 @@ class Parts:
 def train(parts: Parts, state: State) -> State:
     """Run from `state` to the end of the plan; the state is that of the last checkpoint, or fresh."""
     if state.step == 0:
+        for teacher in parts.teachers.values():
+            teacher.begin(parts.student)
         state.before = evaluate(parts, state, "before").metrics
     parts.sampler.refresh(parts.student, version=state.step)
     for number in parts.plan.rounds(after=state.step):
@@ -58,11 +60,13 @@ def train(parts: Parts, state: State) -> State:
             described |= mean_rewards(rows, parts.objective, parts.world)
             parts.tracker.record(state.step, report.metrics | described)
             state.pending = rows if parts.plan.place_of(state.step) else None
+            for teacher in parts.teachers.values():
+                teacher.follow(parts.student, state.step, round_over=state.pending is None)
             if due(state.step, parts.evaluate_every, parts.plan.steps):
                 state.after = evaluate(parts, state, "after").metrics
             if due(state.step, parts.checkpoint_every, parts.plan.steps):
                 with parts.tracker.span("save"):
-                    parts.saver.save(state, parts.student, parts.learner, parts.sampler)
+                    parts.saver.save(state, parts.student, parts.learner, parts.sampler, parts.teachers)
         with parts.tracker.span("refresh"):
             parts.sampler.refresh(parts.student, version=state.step)
     return state

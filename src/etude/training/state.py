@@ -1,8 +1,8 @@
 """What a run remembers, and how it is put down and taken up again.
 
-A checkpoint holds the student as a folder its own library loads, the optimiser, the loss scale, the counters, what the
-sampler remembers, and, inside a round, the round's scored rows. No random state is kept: every random number follows
-from the seed and the step.
+A checkpoint holds the student as a folder its own library loads, the optimiser, the loss scale, the counters, what
+sampler and teachers remember, and, inside a round, the round's scored rows. No random state is kept: every random
+number follows from the seed and the step.
 
 `runtime.checkpoints` knows how a folder becomes whole; this file knows what goes into it.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from etude.core.records import Scored
-from etude.models.roles import AbstractSampler, AbstractStudent
+from etude.models.roles import AbstractSampler, AbstractStudent, AbstractTeacher
 from etude.runtime.checkpoints import (
     Checkpoint,
     CheckpointStore,
@@ -34,6 +34,7 @@ from etude.training.evaluation import Answer
 from etude.training.learner import Learner
 
 CHECKPOINTS_FOLDER, STUDENT_FOLDER, SAMPLES_FOLDER = "checkpoints", "student", "samples"
+TEACHERS_FOLDER = "teachers"
 STATE_FILE = "state.json"
 _ROUND, _SAMPLER = "round-of-rank-", "sampler-of-rank-"  # each process's own part
 
@@ -60,9 +61,14 @@ class Saver:
         self.clock: Callable[[], float] = lambda: 0.0  # seconds the run has taken so far, over all sittings
 
     def save(
-        self, state: State, student: AbstractStudent, learner: Learner, sampler: AbstractSampler | None = None
+        self,
+        state: State,
+        student: AbstractStudent,
+        learner: Learner,
+        sampler: AbstractSampler | None = None,
+        teachers: Mapping[str, AbstractTeacher] | None = None,
     ) -> None:
-        """Put everything down; returns when the checkpoint is whole on disk. None: a sampler without a memory."""
+        """Put everything down; returns when the checkpoint is whole on disk. None: nobody with a memory."""
         kinds: list[str] = []
         if state.pending is not None:
             save_round(self._empty_aside(_ROUND), state.pending)
@@ -74,7 +80,7 @@ class Saver:
         if self.world.is_main:
             self.store.save(
                 state.step,
-                lambda folder: self._write(folder, state, student, learner, kinds),
+                lambda folder: self._write(folder, state, student, learner, kinds, teachers or {}),
                 self.info,
                 needed_bytes=_least_bytes(student, learner),
             )
@@ -88,9 +94,20 @@ class Saver:
         return aside
 
     def _write(
-        self, folder: Path, state: State, student: AbstractStudent, learner: Learner, kinds: Sequence[str]
+        self,
+        folder: Path,
+        state: State,
+        student: AbstractStudent,
+        learner: Learner,
+        kinds: Sequence[str],
+        teachers: Mapping[str, AbstractTeacher],
     ) -> None:
         student.save(folder / STUDENT_FOLDER)
+        for name, teacher in teachers.items():
+            (folder / TEACHERS_FOLDER / name).mkdir(parents=True)
+            teacher.save(folder / TEACHERS_FOLDER / name)
+        if not any(path.is_file() for path in (folder / TEACHERS_FOLDER).rglob("*")):  # as of most teachers
+            shutil.rmtree(folder / TEACHERS_FOLDER, ignore_errors=True)
         tensors, settings = pack_optimizer(learner.optimizer, student.trainable_parameters())
         save_tensors(folder / "optimizer.safetensors", tensors)
         facts = {
@@ -119,9 +136,12 @@ class Saver:
         student: AbstractStudent,
         learner: Learner,
         sampler: AbstractSampler | None = None,
+        teachers: Mapping[str, AbstractTeacher] | None = None,
     ) -> State:
         """Take everything up again, bit for bit where as many processes saved it as there are now."""
         student.load(checkpoint.path / STUDENT_FOLDER)
+        for name, teacher in (teachers or {}).items():
+            teacher.load(checkpoint.path / TEACHERS_FOLDER / name, student)
         facts = _facts(checkpoint)
         tensors = load_tensors(checkpoint.path / "optimizer.safetensors")
         unpack_optimizer(learner.optimizer, student.trainable_parameters(), tensors, facts["optimizer"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from etude.axes.legality import RULES, Point, Sampling, judge, require_legal
+from etude.axes.legality import RULES, Point, Sampling, judge, reasons, require_legal
 from etude.axes.names import (
     LABEL,
     REWARD,
@@ -18,6 +18,7 @@ from etude.axes.names import (
     Estimator,
     Form,
     Importance,
+    Reduction,
     Source,
     Support,
     Tail,
@@ -97,6 +98,16 @@ def every_point() -> list[Point]:
         for sampling in samplings
     ]
     chosen = [replace(point, chosen_by_draw=True) for point in (*kept, *differentiated)]
+    gated = [
+        replace(GRADIENT, chosen_by_state=True, discount=discount, sampling=sampling)
+        for discount in (0.0, 0.5, 1.0)
+        for sampling in samplings
+    ]
+    reduced = [
+        replace(point, reduction=reduction)
+        for point in (*kept, *differentiated)
+        for reduction in (Reduction.SEQUENCE_MEAN, Reduction.SUM)
+    ]
     verdicts = [replace(point, answers=kind) for point in (*alike, *differentiated) for kind in ("right", "wrong")]
     rewards = [
         replace(point, estimator=POLICY, importance=importance, discount=discount, shaped=shaped)
@@ -127,7 +138,7 @@ def every_point() -> list[Point]:
         for shaped in (True, False)
         for sampling in samplings
     ]
-    return [*alike, *detached, *kept, *differentiated, *chosen, *verdicts, *rewards, *judged]
+    return [*alike, *detached, *kept, *differentiated, *chosen, *gated, *reduced, *verdicts, *rewards, *judged]
 
 
 def test_every_combination_ends_in_a_rule_and_every_rule_is_reached() -> None:
@@ -320,6 +331,21 @@ WITHIN_RATIO = replace(WITHIN, importance=Importance.RATIO)
         (replace(GRADIENT, chosen_by_draw=True), "chosen-by-draw", "surrogate"),
         (replace(TAIL, chosen_by_draw=True), "chosen-by-draw", "surrogate"),
         (Point(chosen_by_draw=True), "full", "exact"),
+        *((replace(point, chosen_by_state=True), "sampled", "exact") for point in (SAMPLED, GRADIENT)),
+        (replace(TAIL, chosen_by_state=True), "sampled-tail", "exact"),
+        *(
+            (replace(GRADIENT, chosen_by_state=True, discount=discount), name, "surrogate")
+            for discount, name in ((0.5, "discounted"), (1.0, "returns-of-chosen-states"))
+        ),
+        (replace(JUDGED, chosen_by_state=True), "returns-of-chosen-states", "surrogate"),
+        *(
+            (replace(point, reduction=Reduction.SEQUENCE_MEAN), "weighed-by-length", "surrogate")
+            for point in (SAMPLED, GRADIENT, TAIL, WITHIN, JUDGED)
+        ),
+        *((replace(JUDGED, reduction=kind), "reward", "exact") for kind in (Reduction.TOKEN_MEAN, Reduction.SUM)),
+        (replace(Point(), reduction=Reduction.SEQUENCE_MEAN), "full", "exact"),
+        (replace(GOLD, reduction=Reduction.SEQUENCE_MEAN), "label", "exact"),
+        (replace(TOP_K, reduction=Reduction.SEQUENCE_MEAN), "bucket", "surrogate"),
         (replace(GRADIENT, shaped=True), "shaped-advantages", "surrogate"),
         (replace(GRADIENT, shaped=True, discount=0.5), "shaped-advantages", "surrogate"),
         (replace(written(RATIO, temperature=0.7), discount=1.0), "token-ratio-of-returns", "surrogate"),
@@ -348,6 +374,60 @@ WITHIN_RATIO = replace(WITHIN, importance=Importance.RATIO)
 def test_legal(point: Point, name: str, kind: str) -> None:
     assert (judge(point).name, judge(point).kind) == (name, kind)
     assert require_legal(point, "here") is judge(point)
+
+
+@pytest.mark.parametrize(
+    ("point", "names"),
+    [
+        (Point(), ["full"]),
+        (replace(SAMPLED, form=Form.K1, answers="right"), ["k1-loss"]),
+        (replace(TOP_K, answers="right", chosen_by_draw=True, reduction=Reduction.SEQUENCE_MEAN), ["bucket"]),
+        (replace(TOP_K, divergence=Divergence.ADAPTIVE_KL, detached=True), ["bucket", "detached"]),
+        (
+            written(Point(detached=True), rows=frozenset({STUDENT, DATASET}), steps_per_round=2, stale=True),
+            ["detached"],
+        ),
+        (
+            replace(TAIL, answers="right", chosen_by_draw=True, reduction=Reduction.SEQUENCE_MEAN),
+            ["chosen-by-outcome", "chosen-by-draw", "weighed-by-length"],
+        ),
+        (
+            written(
+                replace(GRADIENT, importance=Importance.PPO_CLIP, shaped=True, discount=0.5, chosen_by_state=True),
+                steps_per_round=2,
+                stale=True,
+                temperature=0.7,
+            ),
+            [
+                "ppo-clip",
+                "shaped-advantages",
+                "discounted",
+                "states-of-an-older-student",
+                "token-ratio-of-returns",
+                "advantages-of-the-first-step",
+                "returns-of-chosen-states",
+            ],
+        ),
+        (
+            written(replace(JUDGED, importance=Importance.RATIO, shaped=True), steps_per_round=2),
+            ["shaped-advantages", "token-ratio-of-rewards"],
+        ),
+        (written(replace(GOLD, answers="right"), rows=frozenset({STUDENT})), ["label-right-rows"]),
+        (
+            written(replace(GOLD, answers="right"), rows=frozenset({STUDENT}), top_p=0.9),
+            ["label-right-rows", "label-shifted-rows"],
+        ),
+    ],
+)
+def test_all_reasons_of_a_surrogate(point: Point, names: list[str]) -> None:
+    assert [rule.name for rule in reasons(point)] == names
+
+
+def test_the_first_reason_is_the_verdict() -> None:
+    for point in every_point()[::7]:
+        found = reasons(point)
+        assert found[0] is judge(point)
+        assert {rule.kind for rule in found} == {found[0].kind}
 
 
 def test_the_form_left_open_is_the_right_one() -> None:
@@ -382,6 +462,10 @@ class Written:
     sources: tuple[Source, ...] = field(default=tuple(Source))
     confident_wrong_share: float | None = None
     train_special: bool = True
+    train_truncated: bool = True
+    teacher_entropy: float | None = None
+    entropy_share: float | None = None
+    reduction: Reduction = Reduction.TOKEN_MEAN
     correctness: Correctness | None = None
     right_weight: float = 1.0
     wrong_weight: float = 1.0
@@ -400,6 +484,11 @@ class Written:
         (Written(confident_wrong_share=0.1), Point(chosen_by_draw=True)),
         (Written(support=Support.SAMPLED, renormalise=True), replace(SAMPLED, renormalised=True)),
         (Written(train_special=False), Point(chosen_by_draw=True)),
+        (Written(train_truncated=False), Point(chosen_by_draw=True)),
+        (Written(teacher_entropy=0.5), Point(chosen_by_state=True)),
+        (Written(entropy_share=0.5), Point(chosen_by_state=True)),
+        (Written(entropy_share=0.5, confident_wrong_share=0.1), Point(chosen_by_state=True, chosen_by_draw=True)),
+        *((Written(reduction=kind), Point(reduction=kind)) for kind in Reduction),
         (Written(correctness=Correctness.RIGHT), Point(answers="right")),
         (Written(correctness=Correctness.WRONG), Point(answers="wrong")),
         (Written(right_weight=2.0), Point(answers="right")),

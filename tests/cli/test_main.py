@@ -165,6 +165,18 @@ def test_check_config_only_asks_nothing_of_the_run(calls: list[Any], capsys: pyt
     assert calls == []
 
 
+def test_check_prints_each_reason_of_a_surrogate(capsys: pytest.CaptureFixture[str]):
+    sampled = ["terms.0.support=sampled", "terms.0.estimator=policy_gradient", "terms.0.whiten=true"]
+    words = ["check", "maze", "--config-only", *sampled, "terms.0.discount=0.5"]
+    words += ["sampler.temperature=1", "terms.0.reduction=sequence_mean"]
+    assert main(words) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("term ")]
+    assert [line.partition(" gradient: ")[0] for line in lines] == ["term reverse_kl: surrogate"] * 3
+    assert [
+        key for line, key in zip(lines, ("centred", "a discount", "a length"), strict=True) if key not in line
+    ] == []
+
+
 def test_check(calls: list[Any], capsys: pytest.CaptureFixture[str]):
     assert main(["check", "maze"]) == 0
     assert calls == [("check", (load_recipe("maze"),), {})]

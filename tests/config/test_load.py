@@ -309,10 +309,23 @@ def test_terms_without_the_right_gradient_are_refused(overrides: list[str]):
 def test_each_term_has_a_verdict():
     sampled = {"name": "sampled", "support": "sampled", "estimator": "policy_gradient", "importance": "ppo_clip"}
     recipe = load_recipe({**LEAST, "terms": [{}, sampled]})
-    assert {name: rule.kind for name, rule in verdicts(recipe).items()} == {
-        "reverse_kl": "exact",
-        "sampled": "surrogate",
+    assert {name: [rule.kind for rule in rules] for name, rules in verdicts(recipe).items()} == {
+        "reverse_kl": ["exact"],
+        "sampled": ["surrogate"],
     }
+
+
+def test_a_surrogate_has_all_its_reasons():
+    judged = {"name": "judged", "support": "sampled", "estimator": "policy_gradient", "importance": "ppo_clip"}
+    recipe = load_recipe(
+        {**LEAST, "terms": [{**judged, "whiten": True, "reduction": "sequence_mean", "train_truncated": False}]}
+    )
+    assert [rule.name for rule in verdicts(recipe)["judged"]] == [
+        "ppo-clip",
+        "shaped-advantages",
+        "chosen-by-draw",
+        "weighed-by-length",
+    ]
 
 
 # there and back -------------------------------------------------------------------------------------------------------

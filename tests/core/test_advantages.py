@@ -23,6 +23,7 @@ from etude.axes.names import (
 from etude.axes.schedules import Ramp
 from etude.core.advantages import prepare
 from etude.core.estimators import group_advantages
+from etude.core.objective import Objective
 from etude.core.records import Prompt, Rollout, Scored, Scores, as_ids
 from etude.core.term import Term
 from etude.errors import RecordError
@@ -226,6 +227,23 @@ def test_moments_are_those_of_the_rounds_trained_tokens() -> None:
     assert whitened == near([(mean - c) / deviation for c in OF_ROUND])
     assert sum(whitened) == pytest.approx(0.0, abs=1e-5)
     assert sum(x * x for x in whitened) / 7 == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_moments_weigh_rows_alike_where_the_loss_does(whiten: bool) -> None:
+    """Of the three rows' means the mean, and so of squares: advantages as the loss weighs them sum to zero."""
+    rows = (OF_ROUND[:3], OF_ROUND[3:4], OF_ROUND[4:])
+    mean = sum(sum(row) / len(row) for row in rows) / 3
+    variance = sum(sum((c - mean) ** 2 for c in row) / len(row) for row in rows) / 3
+    assert mean != pytest.approx(sum(OF_ROUND) / 7, abs=0.1)
+    shape = {"whiten": True} if whiten else {"baseline": Baseline.BATCH}
+    found = trained(policy(reduction=Reduction.SEQUENCE_MEAN, **shape, **FINISHED), ROUND)
+    deviation = math.sqrt(variance) if whiten else 1.0
+    assert found == near([(mean - c) / deviation / len(row) for row in rows for c in row])
+    assert sum(found) == pytest.approx(0.0, abs=1e-5)
+    assert trained(policy(reduction=Reduction.SUM, **shape, **FINISHED), ROUND) == trained(
+        policy(**shape, **FINISHED), ROUND
+    )
 
 
 def test_whitened_then_clipped_then_weighed() -> None:
@@ -432,6 +450,14 @@ def test_every_trained_token_has_its_rows_reward_and_a_tools_has_none() -> None:
     assert trained(judged(first_tokens=2), [row_of([1.0] * 4, reward=3.0)]) == near([3.0, 3.0])
 
 
+def test_a_reward_is_divided_by_the_students_own_tokens() -> None:
+    """Not by those a tool wrote between them: 4, 3, 2 and 1 of its own are left, of 7, 6, 3 and 1 tokens."""
+    row = row_of(LOSSES, written=TURNS, reward=3.0)
+    assert trained(judged(length_normalise=True), [row]) == near([3 / 4, 3 / 3, 3 / 2, 3 / 1])
+    beyond = judged(length_normalise=True, first_tokens=2)  # the whole row's tokens, whatever stretch is trained
+    assert trained(beyond, [row]) == near([3 / 4, 3 / 3])
+
+
 @pytest.mark.parametrize("normalise", [False, True])
 def test_a_group_is_that_of_the_formula(normalise: bool) -> None:
     rewards = torch.tensor([0.3, 0.1, 0.9, 0.3, 7.0])
@@ -620,6 +646,23 @@ def test_rows_weigh_by_perplexity_among_those_of_their_question(term: Term, expe
         for row in (row for rank in both for row in rank):
             assert row.weights is not None
             assert row.weights.max().item() == pytest.approx(expected[row.rollout.prompt.row], abs=1e-6)
+
+
+@pytest.mark.parametrize(("lower", "in_float64"), [(-5.0, True), (-50.0, False)])
+@pytest.mark.parametrize("reduction", Reduction)
+def test_a_weight_too_small_for_its_number_is_still_one(lower: float, in_float64: bool, reduction: Reduction) -> None:
+    """At temperature 0.02 one row weighs exp(-200), or exp(-2450), of the other: trained, and counted."""
+    assert (math.exp(50 * (lower + 1.0)) > 0.0) == in_float64
+    rows = [told(r, group=0, score=1.0, student=(mean, mean)) for r, mean in enumerate((-1.0, lower))]
+    term = Term(correctness="right", perplexity_temperature=0.02, sources=["student"], reduction=reduction)
+    objective = Objective([term])
+    ready = objective.prepare(rows)
+    small, large = (row.weights for row in ready)
+    assert small is not None
+    assert large is not None
+    assert 0.0 < small.min().item() == small.max().item() < 1e-37
+    assert large.tolist() == [near([1.0, 1.0] if reduction is Reduction.SEQUENCE_MEAN else [2.0, 2.0])]
+    assert objective.counts(ready).tolist() == [2.0 if reduction is Reduction.SEQUENCE_MEAN else 4.0]
 
 
 def test_what_a_perplexity_is_made_of() -> None:

@@ -166,6 +166,12 @@ def test_whitening_after_a_kl_was_added_changes_its_coefficient() -> None:
     assert (kl_reward / std).tolist() == [pytest.approx(1 / 4.5), 0.0]  # what is left of it
 
 
+def test_moments_weigh_values_as_they_are_told() -> None:
+    """1 with weight 1/4, 5 with 3/4: mean 4, variance (9 + 3) / 4; what weighs nothing has no say."""
+    values, weights = torch.tensor([1.0, math.inf, 5.0]), torch.tensor([0.25, 0.0, 0.75])
+    assert from_sums(moment_sums(values, weights)) == pytest.approx((4.0, math.sqrt(3.0)))
+
+
 def test_misused_moments_are_refused() -> None:
     with pytest.raises(ValueError, match="needs at least one"):
         from_sums(moment_sums(torch.ones(2), torch.zeros(2, dtype=torch.bool)))

@@ -1,6 +1,7 @@
 """Which combinations of the axes have the gradient their name promises: the table, as data.
 
-Every term is a `Point`. `judge` walks `RULES` from top to bottom and returns the first that matches:
+Every term is a `Point`. `judge` walks `RULES` from top to bottom and returns the first that matches (`reasons`, where
+that is a surrogate, every one that matches):
 
 - *exact*: the expected gradient is that of the named objective;
 - *surrogate*: it is that of a stated stand-in (a clip, a discount between 0 and 1, advantages a few steps old);
@@ -38,6 +39,7 @@ from etude.axes.names import (
     Estimator,
     Form,
     Importance,
+    Reduction,
     Source,
     Support,
     Tail,
@@ -86,7 +88,9 @@ class Point:
     detached: bool = False  # part of the divergence is held constant on purpose
     shaped: bool = False  # policy gradient only: advantages are centred, scaled, clipped or weighed
     answers: Literal["all", "right", "wrong"] = "all"  # whether rows of one verdict alone are trained, or weigh more
-    chosen_by_draw: bool = False  # whether a token is trained depends on what was drawn, not on its state alone
+    chosen_by_draw: bool = False  # whether a token is trained depends on what was drawn, there or later in its row
+    chosen_by_state: bool = False  # it depends on the state: some states are trained and others not
+    reduction: Reduction = Reduction.TOKEN_MEAN
     loss_temperature: float = 1.0  # of both softmaxes in the loss
     sampling: Sampling = Sampling()  # its rows: only those the term meets
 
@@ -112,7 +116,11 @@ class Point:
             or term.advantage_clip is not None
             or term.disagreement_weight is not None,
             answers=_answers(term),
-            chosen_by_draw=term.confident_wrong_share is not None or not term.train_special,
+            chosen_by_draw=term.confident_wrong_share is not None
+            or not term.train_special
+            or not term.train_truncated,  # whether a row is cut is settled by its draws
+            chosen_by_state=term.entropy_share is not None or term.teacher_entropy is not None,
+            reduction=term.reduction,
             loss_temperature=loss_temperature,
             sampling=replace(sampling, rows=sampling.rows & frozenset(term.sources)),
         )
@@ -133,7 +141,8 @@ class Point:
             "coefficients": "detached" if self.detached else "differentiated",
             "advantages": ("shaped" if self.shaped else "plain") if self._policy_gradient else "",
             "answers": self.answers,
-            "choice": "draw" if self.chosen_by_draw else "state",
+            "choice": "draw" if self.chosen_by_draw else "state" if self.chosen_by_state else "place",
+            "reduction": self.reduction,
             "rows": self._rows,
             "tokens": self._tokens,
             "age": "stale" if self.sampling.stale and Source.STUDENT in self.sampling.rows else "fresh",
@@ -196,6 +205,8 @@ class Rule:
 
 
 _ALL_BUT_FORWARD = tuple(divergence for divergence in Divergence if divergence is not Divergence.FORWARD_KL)
+_DRAWN: Mapping[str, tuple[str, ...]] = {"support": ("sampled", "top_k"), "tail": ("", "sampled")}  # a mean over draws
+_IN_THE_LIMIT = "; under token_mean for many rows a step, whose number of tokens is drawn as well"
 _ALL_BUT_REVERSE = tuple(divergence for divergence in Divergence if divergence is not Divergence.REVERSE_KL)
 
 RULES: tuple[Rule, ...] = (
@@ -250,7 +261,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "label-shifted-rows",
-        {"teacher": ("label",), "rows": ("student", "mixed")},
+        {"teacher": ("label",), "rows": ("student", "mixed"), "tokens": ("tempered", "truncated", "joint")},
         "surrogate",
         "self-training on the student's own shifted samples sharpens what it already says; no teacher's gradient",
     ),
@@ -324,7 +335,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "detached",
-        {"support": ("full",), "coefficients": ("detached",)},
+        {"support": ("full", "top_k"), "coefficients": ("detached",)},
         "surrogate",
         "the divergence's weights or mixture are held constant, as published; its gradient is not that of its value",
     ),
@@ -332,7 +343,8 @@ RULES: tuple[Rule, ...] = (
         "full",
         {"support": ("full",)},
         "exact",
-        "the divergence of the whole vocabulary, differentiated at the states the rows visit",
+        "the divergence of the whole vocabulary, differentiated at the states the rows visit, these and what they weigh "
+        "held fixed",
     ),
     Rule(
         "sampled-divergence",
@@ -469,54 +481,77 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "token-ratio-of-returns",
-        {"estimator": ("policy_gradient",), "credit": ("sequence",), "tokens": ("tempered", "joint")},
+        {"estimator": ("policy_gradient",), "credit": ("discounted", "sequence"), "tokens": ("tempered", "joint")},
         "surrogate",
         "returns reach over later tokens, whose change of distribution the single-token ratio does not see",
     ),
     Rule(
         "advantages-of-the-first-step",
-        {"estimator": ("policy_gradient",), "steps": ("several",)},
+        {"teacher": ("model",), "estimator": ("policy_gradient",), "steps": ("several",)},
         "surrogate",
         "advantages are those of the student at the round's first step: right there, lagging behind in later steps",
     ),
     Rule(
         "chosen-by-outcome",
-        {"answers": ("right", "wrong")},
+        {**_DRAWN, "answers": ("right", "wrong")},
         "surrogate",
         "rows are kept or weighed for how they ended, so of the student's draws only those that led there are averaged",
     ),
     Rule(
         "chosen-by-draw",
-        {"choice": ("draw",)},
+        {**_DRAWN, "choice": ("draw",)},
         "surrogate",
         "tokens are kept for what was drawn, so the mean runs over some draws alone: those that looked confident and "
-        "wrong, or are no special tokens",
+        "wrong, are no special tokens, or led to an answer that was not cut",
+    ),
+    Rule(
+        "returns-of-chosen-states",
+        {"estimator": ("policy_gradient",), "credit": ("discounted", "sequence"), "choice": ("state",)},
+        "surrogate",
+        "chosen states alone are trained and each answers for all the rest of its row: a part of the sequence's gradient, "
+        "and no named objective's",
+    ),
+    Rule(
+        "weighed-by-length",
+        {**_DRAWN, "reduction": ("sequence_mean",)},
+        "surrogate",
+        "a token weighs one over a length that its draw helps to decide: good answers are pulled towards short ones, bad "
+        "ones towards long ones (the length bias that Dr. GRPO names)",
     ),
     Rule(
         "renormalised-reward",
         {"teacher": ("reward",), "renormalised": ("several",)},
         "exact",
-        "the gradient of the expected reward of answers drawn as the sampler draws, the ids it kept held fixed",
+        "the gradient of the expected reward of answers drawn as the sampler draws, the ids it kept held fixed"
+        + _IN_THE_LIMIT,
     ),
     Rule(
         "reward",
         {"teacher": ("reward",)},
         "exact",
-        "the row's detached reward on each of the student's own tokens: the gradient of the expected reward",
+        "the row's detached reward on each of the student's own tokens: the gradient of the expected reward"
+        + _IN_THE_LIMIT,
     ),
     Rule(
         "sampled-tail",
         {"support": ("top_k",)},
         "exact",
-        "the kept ids in full and the drawn token for the rest: over the student's draws, the whole gradient",
+        "the kept ids in full and the drawn token for the rest: over the student's draws, the whole gradient"
+        + _IN_THE_LIMIT,
     ),
     Rule(
         "renormalised",
         {"renormalised": ("several",)},
         "exact",
-        "reverse KL within the ids that the sampler kept, held fixed, both sides rescaled; nothing acts outside them",
+        "reverse KL within the ids that the sampler kept, held fixed, both sides rescaled; nothing acts outside them"
+        + _IN_THE_LIMIT,
     ),
-    Rule("sampled", {}, "exact", "a detached log-ratio (or k2, whose update is the same) on the student's own tokens"),
+    Rule(
+        "sampled",
+        {},
+        "exact",
+        "a detached log-ratio (or k2, whose update is the same) on the student's own tokens" + _IN_THE_LIMIT,
+    ),
 )
 
 
@@ -524,6 +559,19 @@ def judge(point: Point) -> Rule:
     """The first rule of the table that applies to the point; the last one applies to all that is left."""
     axes = point.axes
     return next(rule for rule in RULES if rule.matches(axes))
+
+
+def reasons(point: Point) -> tuple[Rule, ...]:
+    """All that makes a surrogate of the point, in the table's order; of any other point `judge`'s rule alone.
+
+    >>> gradient = Point(support=Support.SAMPLED, estimator=Estimator.POLICY_GRADIENT, shaped=True, discount=0.5)
+    >>> [rule.name for rule in reasons(gradient)]
+    ['shaped-advantages', 'discounted']
+    """
+    first, axes = judge(point), point.axes
+    if first.kind != "surrogate":
+        return (first,)
+    return tuple(rule for rule in RULES if rule.kind == "surrogate" and rule.matches(axes))
 
 
 def require_legal(point: Point, where: str) -> Rule:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from etude.axes.legality import RULES, Rule
-from etude.axes.names import Divergence, Estimator, Form, Importance, Support, Tail
+from etude.axes.names import Divergence, Estimator, Form, Importance, Reduction, Support, Tail
 
 # What each word of the table's second column is about; in the order of `Point.axes`.
 AXES: Mapping[str, str] = {
@@ -30,8 +30,11 @@ AXES: Mapping[str, str] = {
     "or weighed, else `plain`",
     "answers": "what a verifier's verdict on a row changes: `right` where right rows alone are trained or weigh more, "
     "`wrong` likewise, else `all`",
-    "choice": "what decides whether a token is trained: the `draw` as well (`confident_wrong_share`, `train_special`), "
-    "or the `state`",
+    "choice": "what decides whether a token is trained: what was drawn, there or later (`draw`: "
+    "`confident_wrong_share`, `train_special`, `train_truncated`), the `state` (`entropy_share`, `teacher_entropy`), or "
+    "its `place` in the row at most",
+    "reduction": "what a token weighs: 1 over the trained tokens of the step (`token_mean`), 1 over those of its row, "
+    "then 1 over the rows (`sequence_mean`), 1 (`sum`)",
     "rows": "who wrote the rows the term meets: the `student`, `others`, both (`mixed`), nobody (`none`)",
     "tokens": "what the student's rows are drawn from: its `own` distribution at the loss temperature, the same at "
     "another temperature (`tempered`), cut by top-p, top-k or temperature 0 (`truncated`, unless the loss "
@@ -49,6 +52,7 @@ _VALUES: Mapping[str, type[StrEnum]] = {
     "estimator": Estimator,
     "form": Form,
     "importance": Importance,
+    "reduction": Reduction,
 }
 
 _INTRODUCTION = """\

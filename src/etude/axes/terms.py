@@ -21,6 +21,7 @@ from etude.axes.names import (
     Form,
     Importance,
     Owner,
+    Reduction,
     Source,
     Support,
     Tail,
@@ -83,6 +84,8 @@ class TermValues(Protocol):
     @property
     def sources(self) -> Collection[Source]: ...
     @property
+    def train_truncated(self) -> bool: ...
+    @property
     def skip_first(self) -> int: ...
     @property
     def first_tokens(self) -> float | Ramp | None: ...
@@ -108,6 +111,8 @@ class TermValues(Protocol):
     def entropy_share(self) -> float | None: ...
     @property
     def confident_wrong_share(self) -> float | None: ...
+    @property
+    def reduction(self) -> Reduction: ...
 
 
 def check_term(term: TermValues) -> None:

@@ -161,8 +161,9 @@ def _check(words: Sequence[str]) -> int:
     from etude.config.load import load_recipe, verdicts
 
     recipe = load_recipe(source, changes)
-    for name, rule in verdicts(recipe).items():
-        print(f"term {name}: {rule.kind} gradient: {rule.reason}")
+    for name, rules in verdicts(recipe).items():
+        for rule in rules:
+            print(f"term {name}: {rule.kind} gradient: {rule.reason}")
     if options.config_only:
         print(f"{source}: the recipe is sound; without --config-only models and data are checked too")
         return 0

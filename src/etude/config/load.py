@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from etude.axes.legality import Point, Rule, require_legal
+from etude.axes.legality import Point, Rule, reasons, require_legal
 from etude.config.complaints import nearest, sentence
 from etude.config.draft import COMMAND_LINE, Draft, Setting, parse_override, without_stage
 from etude.config.methods import METHODS
@@ -78,21 +78,21 @@ def explain(source: RecipeSource, overrides: Sequence[str] = ()) -> list[Setting
     return [Setting(key, value, origin_of(key) or "default") for key, value in leaves(table)]
 
 
-def verdicts(recipe: Recipe) -> dict[str, Rule]:
+def verdicts(recipe: Recipe) -> dict[str, tuple[Rule, ...]]:
     """What the legality table says of each term, by its name; in a recipe with stages by stage/name.
+
+    Several rules where several make a surrogate of it, in the table's order, the one that decides first.
 
     Raises:
         LegalityError: a term is refused.
     """
     if recipe.stages is not None:
         stages = {stage.name: verdicts(stage) for stage in recipe.stage_recipes}
-        return {f"{name}/{term}": rule for name, rules in stages.items() for term, rule in rules.items()}
-    return {
-        term.name: require_legal(
-            Point.of(term.as_term, recipe.sampling, recipe.loss.temperature), f'terms.{place} ("{term.name}")'
-        )
-        for place, term in enumerate(recipe.terms)
-    }
+        return {f"{name}/{term}": rules for name, terms in stages.items() for term, rules in terms.items()}
+    points = [Point.of(term.as_term, recipe.sampling, recipe.loss.temperature) for term in recipe.terms]
+    for place, (term, point) in enumerate(zip(recipe.terms, points, strict=True)):
+        require_legal(point, f'terms.{place} ("{term.name}")')
+    return {term.name: reasons(point) for term, point in zip(recipe.terms, points, strict=True)}
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -84,7 +84,7 @@ def prepare(
     return [
         row.with_prepared(
             weights=torch.stack(
-                [_weights(term, row, mask_C) * w[r] for term, mask_C, w in zip(terms, of_row, weights, strict=True)]
+                [_weights(term, row, mask_C, w[r]) for term, mask_C, w in zip(terms, of_row, weights, strict=True)]
             ),
             advantages=torch.stack([_clipped(*each) for each in zip(terms, values, of_row, strict=True)]),
             candidates=candidates_J,
@@ -321,8 +321,14 @@ def _returns(term: Term, row: Scored, mask_C: Tensor, reward: float) -> Tensor:
 
 
 def _centre(term: Term, values: list[Tensor], masks: list[Tensor], total: Total) -> None:
-    """Take the round's mean off one term's returns, in place; divide by the deviation where the term whitens."""
-    sums = [estimators.moment_sums(values_C, mask_C) for values_C, mask_C in zip(values, masks, strict=True)]
+    """Take the round's mean off one term's returns, in place; divide by the deviation where the term whitens.
+
+    Tokens weigh in both what they weigh in the loss by its reduction, so that the advantages' weighted mean is zero.
+    """
+    sums = [
+        estimators.moment_sums(values_C, row_weights(mask_C, term.reduction))
+        for values_C, mask_C in zip(values, masks, strict=True)
+    ]
     of_round = total(torch.stack(sums).sum(0) if sums else torch.zeros(3, dtype=torch.float64))
     if of_round[0] == 0:
         return
@@ -341,9 +347,12 @@ def _clipped(term: Term, values_C: Tensor, mask_C: Tensor) -> Tensor:
     return values_C
 
 
-def _weights(term: Term, row: Scored, mask_C: Tensor) -> Tensor:
-    """[C] what the reduction says, times what the disagreement says: every estimator is in proportion to advantages."""
-    weights_C = row_weights(mask_C, term.reduction)
-    if term.disagreement_weight is None or not bool(mask_C.any()):
-        return weights_C
-    return weights_C * disagreement_weights(log_ratios(term, row), largest=term.disagreement_weight, mask_C=mask_C)
+def _weights(term: Term, row: Scored, mask_C: Tensor, of_row: float) -> Tensor:
+    """[C] what reduction, row and disagreement say, multiplied: every estimator is in proportion to advantages."""
+    weights_C = row_weights(mask_C, term.reduction) * of_row
+    if term.disagreement_weight is not None and bool(mask_C.any()):
+        by_ratio_C = disagreement_weights(log_ratios(term, row), largest=term.disagreement_weight, mask_C=mask_C)
+        weights_C = weights_C * by_ratio_C
+    # A weight of 0 says that a token is not trained, and leaves the loss's count. One too small for float32, such as a
+    # perplexity's at a low temperature, stays the least number above 0: its token is trained, and counted.
+    return torch.where(mask_C, weights_C.clamp(min=torch.finfo(weights_C.dtype).tiny), weights_C)

@@ -106,28 +106,31 @@ def length_normalised(returns_C: Tensor, counted_C: Tensor | None = None) -> Ten
 # Advantages -------------------------------------------------------------------------------------------------------
 
 
-def moment_sums(values_C: Tensor, mask_C: Tensor) -> Tensor:
-    """[3] float64: count, sum and sum of squares of the values under the mask.
+def moment_sums(values_C: Tensor, weights_C: Tensor) -> Tensor:
+    """[3] float64: the weights' sum, and the weighted sums of values and of their squares; a mask weighs 1 or 0.
 
     Sums of rows, micro-batches and ranks add up to the sums of the round; then `from_sums`.
 
         >>> moment_sums(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False]))
         tensor([2., 3., 5.], dtype=torch.float64)
+        >>> moment_sums(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([0.5, 0.5, 0.0]))
+        tensor([1.0000, 1.5000, 2.5000], dtype=torch.float64)
 
     Raises:
-        ValueError: values and mask of different shapes.
+        ValueError: values and weights of different shapes.
     """
-    if values_C.shape != mask_C.shape:
+    if values_C.shape != weights_C.shape:
         raise ValueError(
-            f"the mask has shape {tuple(mask_C.shape)}; expected that of the values {tuple(values_C.shape)}"
+            f"the weights have shape {tuple(weights_C.shape)}; expected that of the values {tuple(values_C.shape)}"
         )
     # Picked, not multiplied: whatever stands where nothing is trained has no say, not even an infinity.
-    trained = values_C.detach()[mask_C.bool()].double()
-    return torch.stack([trained.new_tensor(float(len(trained))), trained.sum(), (trained * trained).sum()])
+    trained = weights_C != 0
+    weights, values = weights_C.detach()[trained].double(), values_C.detach()[trained].double()
+    return torch.stack([weights.sum(), (weights * values).sum(), (weights * values * values).sum()])
 
 
 def from_sums(sums: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation (divided by the count) of everything that was added up.
+    """Mean and standard deviation (divided by the weights' sum) of everything that was added up.
 
     The deviation is one to divide by: `LEAST_DEVIATION` of the root mean square where it is less, so that values which
     all but agree are not blown up to the size of ones that do not, and 0 where rounding alone tells them apart.
@@ -142,7 +145,7 @@ def from_sums(sums: Tensor) -> tuple[float, float]:
     Raises:
         ValueError: nothing was counted.
     """
-    count, total, squares = (sums[i].item() for i in range(3))
+    count, total, squares = (sums[i].item() for i in range(3))  # of values; under weights what they weigh
     if count <= 0:
         raise ValueError(f"the sums count {count:g} values; a mean needs at least one")
     mean, mean_square = total / count, squares / count

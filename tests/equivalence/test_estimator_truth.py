@@ -1,5 +1,7 @@
 """What the legality table promises, by enumeration: every completion of three tokens over three ids, 27 in all.
 
+Where lengths matter one of the ids ends an answer: 15 of one, two or three tokens, 8 of them cut.
+
 A student and a teacher have their own logits after every prefix (13 of them). Each completion goes through `Objective`
 as a row of its own, weighted with the probability that the behaviour writes it, so the gradient of the sum *is* the
 expected gradient, without noise. It is compared with the gradient of the named objective written out from scratch.
@@ -27,6 +29,7 @@ from etude.axes.names import (
     Form,
     Importance,
     Owner,
+    Reduction,
     Source,
     Support,
     Tail,
@@ -1213,6 +1216,208 @@ def test_answers_weighed_by_perplexity_within_their_question() -> None:
         expected = token_level(Divergence.REVERSE_KL, trained=weights_Y[:, None])
         assert same(found, expected), kind
         assert not same(found, 2 * token_level(Divergence.REVERSE_KL, trained=of_kind[:, None])), kind
+
+
+# Rows of different lengths --------------------------------------------------------------------------------------------
+
+STOP = VOCAB - 1
+ANSWERS = sorted({y[: y.index(STOP) + 1] if STOP in y else y for y in COMPLETIONS})
+LENGTHS_A = torch.tensor([len(y) for y in ANSWERS])
+FINISHED_A = torch.tensor([STOP in y for y in ANSWERS])
+# [15, 3] as above, filled up with whatever stands first
+WRITTEN_AC = torch.arange(LENGTH) < LENGTHS_A[:, None]
+STATES_AC = torch.tensor([[STATE[y[:t]] if t < len(y) else 0 for t in range(LENGTH)] for y in ANSWERS])
+TOKENS_AC = torch.tensor([[*y, *[0] * (LENGTH - len(y))] for y in ANSWERS])
+VERDICTS_A = torch.randn(len(ANSWERS), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def answer_logprobs(logits: Tensor) -> Tensor:
+    """[15, 3] log-probability of each token of each answer; 0 behind its end."""
+    return logits.log_softmax(-1)[STATES_AC, TOKENS_AC] * WRITTEN_AC
+
+
+LIKELY_A = answer_logprobs(STUDENT).sum(-1).exp()
+MEAN_LENGTH = (LIKELY_A * LENGTHS_A).sum()
+
+
+def answers() -> list[Scored]:
+    own, marked = answer_logprobs(STUDENT), answer_logprobs(TEACHER)
+    rows = list[Scored]()
+    for a, y in enumerate(ANSWERS):
+        reason = FinishReason.STOP if FINISHED_A[a] else FinishReason.LENGTH
+        ids, drawn = as_ids(list(y)), own[a, : len(y)]
+        rollout = Rollout(Prompt(as_ids([0]), row=a), ids, Source.STUDENT, reason, version=0, behaviour_logprobs=drawn)
+        hidden = functional.one_hot(STATES_AC[a, : len(y)], len(PREFIXES)).double()
+        marks = Scores("teacher", sampled_logprobs=marked[a, : len(y)], hidden=hidden)
+        rows.append(Scored(rollout, {"teacher": marks}, reward=VERDICTS_A[a].item(), student_logprobs=drawn))
+    return rows
+
+
+def gradient_of_rows(objective: Objective, rows: Sequence[Scored], scales_J: Tensor) -> Tensor:
+    """[13, 3] of one micro-batch's loss on the student's logits."""
+    batch = collate(rows)
+    width = batch.token_ids_BT.shape[1]
+    states_RC = STATES_AC[[row.rollout.prompt.row for row in rows]]
+    states_N = states_RC[batch.predicted_from_N // width, batch.predicted_from_N % width]
+    table = STUDENT.T.clone().requires_grad_()
+    hidden_ND = functional.one_hot(states_N, len(PREFIXES)).double()
+    loss, _ = objective.sum(hidden_ND, OutputHead(table), batch, scales_J, {"teacher": OutputHead(TEACHER.T)})
+    return torch.autograd.grad(loss, table)[0].T
+
+
+def expected_step(objective: Objective, rows_a_step: int) -> Tensor:
+    """[13, 3] the mean gradient of a step on so many independent answers.
+
+    Every multiset of answers is a step, counted and scaled as one; what is left of a step is a weight of each answer.
+    """
+    prepared, likely_A = objective.prepare(answers()), LIKELY_A.tolist()
+    shares_A = [0.0] * len(ANSWERS)
+    for step in itertools.combinations_with_replacement(range(len(ANSWERS)), rows_a_step):
+        orders = math.factorial(rows_a_step) // math.prod(math.factorial(step.count(a)) for a in set(step))
+        scale = objective.scales(objective.counts([prepared[a] for a in step])).item()
+        for a in step:
+            shares_A[a] += orders * math.prod(likely_A[other] for other in step) * scale
+    weighted = list[Scored]()
+    for row, share in zip(prepared, shares_A, strict=True):
+        assert row.weights is not None
+        weighted.append(row.with_prepared(weights=row.weights.double() * share))
+    return gradient_of_rows(objective, weighted, torch.ones(1, dtype=torch.float64))
+
+
+DRAWN = {
+    "k2": SAMPLED,
+    "reverse KL, discount 0": POLICY,
+    "reverse KL, discount 1": POLICY | {"discount": 1.0},
+    "reward": JUDGED,
+}
+
+
+def of_draws(name: str, weights_A: Tensor) -> Tensor:
+    """sum_y P(y) w(y) sum_t loss grad log q(y_t), of losses that are c, what is left of c, or minus the reward."""
+    c_AC = answer_logprobs(STUDENT) - answer_logprobs(TEACHER)
+    losses_AC = {
+        "k2": c_AC,
+        "reverse KL, discount 0": c_AC,
+        "reverse KL, discount 1": c_AC.flip(1).cumsum(1).flip(1),
+        "reward": -VERDICTS_A[:, None],
+    }[name]
+    shares_AC = (LIKELY_A * weights_A)[:, None] * losses_AC
+    return gradient_of(lambda student: (shares_AC * answer_logprobs(student)).sum())
+
+
+def at_their_states(weights_A: Tensor) -> Tensor:
+    """Gradient of the reverse KL at the states of the answers, these and their weights as they are."""
+
+    def loss(student: Tensor) -> Tensor:
+        values_S = kl(student.softmax(-1), TEACHER.softmax(-1))
+        return ((LIKELY_A * weights_A)[:, None] * WRITTEN_AC * values_S[STATES_AC]).sum()
+
+    return gradient_of(loss)
+
+
+def named(name: str) -> Tensor:
+    """Gradient of what a term is called after: of a sum over tokens, or of an expectation over whole answers."""
+
+    def loss(student: Tensor) -> Tensor:
+        q_A = answer_logprobs(student).sum(-1)
+        values_A = -VERDICTS_A if name == "reward" else q_A - answer_logprobs(TEACHER).sum(-1)
+        return (q_A.exp() * values_A).sum()
+
+    return gradient_of(loss) if name in ("reverse KL, discount 1", "reward") else at_their_states(ALL_A)
+
+
+ALL_A = torch.ones(len(ANSWERS), dtype=torch.float64)
+TRAINED = {True: ALL_A, False: FINISHED_A.double()}  # by train_truncated
+
+
+def test_answers_are_all_there_are() -> None:
+    assert (len(ANSWERS), int(FINISHED_A.sum())) == (15, 7)
+    assert LIKELY_A.sum().item() == pytest.approx(1.0)
+    assert LENGTHS_A.unique().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("reduction", Reduction)
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_step_is_prepared_counted_scaled_and_summed(name: str, reduction: Reduction) -> None:
+    """Every pair of answers as a step of its own, in two micro-batches."""
+    objective = legal("surrogate", **DRAWN[name], reduction=reduction, train_truncated=False)
+    rows, found = answers(), torch.zeros_like(STUDENT)
+    for a, b in itertools.combinations_with_replacement(range(len(ANSWERS)), 2):
+        prepared = objective.prepare([rows[a], rows[b]])
+        scales_J = objective.scales(objective.counts(prepared))
+        likely = (1 if a == b else 2) * LIKELY_A[a] * LIKELY_A[b]
+        found += likely * sum(gradient_of_rows(objective, [row], scales_J) for row in prepared)
+    assert same(found, expected_step(objective, 2))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_sum_over_drawn_tokens_of_rows_of_any_length(name: str) -> None:
+    objective = legal("exact", **DRAWN[name], reduction=Reduction.SUM)
+    assert same(of_draws(name, ALL_A), named(name))
+    for rows in (1, 2):
+        assert same(expected_step(objective, rows), rows * named(name))
+
+
+@pytest.mark.parametrize("train_truncated", [True, False])
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_sequence_mean_of_drawn_tokens_is_biased_by_length(name: str, train_truncated: bool) -> None:
+    """However many rows a step has; those of a step without a finished one are missing, which is a scale."""
+    term = DRAWN[name] | {"reduction": Reduction.SEQUENCE_MEAN, "train_truncated": train_truncated}
+    objective = legal("surrogate", **term)
+    trained_A = TRAINED[train_truncated]
+    share = (LIKELY_A * trained_A).sum()
+    for rows in (1, 3):
+        expected = of_draws(name, trained_A / LENGTHS_A) * (1 - (1 - share) ** rows) / share
+        found = expected_step(objective, rows)
+        assert same(found, expected)
+    label = f"sequence_mean{'' if train_truncated else ', cut rows left out'}: {name}"
+    assert biased(label, found, named(name) / MEAN_LENGTH)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_token_mean_of_drawn_tokens_is_right_for_many_rows(name: str) -> None:
+    """One row a step is a sequence mean; the more rows, the less the number of tokens knows of each draw."""
+    objective = legal("exact", **DRAWN[name])
+    of_many = named(name) / MEAN_LENGTH
+    distances = list[float]()
+    for rows in (1, 2, 4):
+        found = expected_step(objective, rows)
+        assert biased(f"token_mean, {rows} rows a step: {name}", found, of_many)
+        distances.append((found - of_many).norm().item())
+        if rows == 1:
+            assert same(found, of_draws(name, 1 / LENGTHS_A))
+    assert distances[2] < 0.7 * distances[1] < 0.7**2 * distances[0]
+
+
+@pytest.mark.parametrize("reduction", [Reduction.SUM, Reduction.TOKEN_MEAN])
+@pytest.mark.parametrize("name", DRAWN)
+def test_leaving_cut_rows_out_chooses_among_draws(name: str, reduction: Reduction) -> None:
+    objective = legal("surrogate", **DRAWN[name], reduction=reduction, train_truncated=False)
+    finished_A = TRAINED[False]
+    share = (LIKELY_A * finished_A).sum()
+    if reduction is Reduction.SUM:
+        found = expected_step(objective, 1)
+        assert same(found, of_draws(name, finished_A))
+        assert biased(f"sum, cut rows left out: {name}", found, named(name))
+        # Nor is it the divergence at the states of the finished rows.
+        assert not same(found, at_their_states(finished_A))
+    else:
+        of_many = of_draws(name, finished_A) / (LIKELY_A * finished_A * LENGTHS_A).sum()
+        of_steps = [expected_step(objective, rows) / (1 - (1 - share) ** rows) for rows in (1, 2, 4)]  # that train
+        distances = [(found - of_many).norm().item() for found in of_steps]
+        assert distances[2] < distances[1] < distances[0]
+        assert biased(f"token_mean, cut rows left out: {name}", of_many, named(name) / MEAN_LENGTH)
+
+
+@pytest.mark.parametrize("train_truncated", [True, False])
+@pytest.mark.parametrize("reduction", Reduction)
+def test_the_whole_vocabulary_asks_neither_for_lengths_nor_for_cut_rows(
+    reduction: Reduction, train_truncated: bool
+) -> None:
+    """States and what they weigh are given, whatever decided them: with one row a step 1, or 1 over its tokens."""
+    objective = legal("exact", reduction=reduction, train_truncated=train_truncated)
+    weights_A = TRAINED[train_truncated] / (1 if reduction is Reduction.SUM else LENGTHS_A)
+    assert same(expected_step(objective, 1), at_their_states(weights_A))
 
 
 # Refused: what each would have done ---------------------------------------------------------------------------------

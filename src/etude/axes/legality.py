@@ -343,8 +343,8 @@ RULES: tuple[Rule, ...] = (
         "full",
         {"support": ("full",)},
         "exact",
-        "the divergence of the whole vocabulary, differentiated at the states the rows visit, these and what they weigh "
-        "held fixed",
+        "the divergence of the whole vocabulary, differentiated at the states the rows visit, these and what they "
+        "weigh held fixed",
     ),
     Rule(
         "sampled-divergence",
@@ -508,15 +508,15 @@ RULES: tuple[Rule, ...] = (
         "returns-of-chosen-states",
         {"estimator": ("policy_gradient",), "credit": ("discounted", "sequence"), "choice": ("state",)},
         "surrogate",
-        "chosen states alone are trained and each answers for all the rest of its row: a part of the sequence's gradient, "
-        "and no named objective's",
+        "chosen states alone are trained and each answers for all the rest of its row: a part of the sequence's "
+        "gradient, and no named objective's",
     ),
     Rule(
         "weighed-by-length",
         {**_DRAWN, "reduction": ("sequence_mean",)},
         "surrogate",
-        "a token weighs one over a length that its draw helps to decide: good answers are pulled towards short ones, bad "
-        "ones towards long ones (the length bias that Dr. GRPO names)",
+        "a token weighs one over a length that its draw helps to decide: good answers are pulled towards short ones, "
+        "bad ones towards long ones (the length bias that Dr. GRPO names)",
     ),
     Rule(
         "renormalised-reward",

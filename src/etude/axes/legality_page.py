@@ -31,8 +31,8 @@ AXES: Mapping[str, str] = {
     "answers": "what a verifier's verdict on a row changes: `right` where right rows alone are trained or weigh more, "
     "`wrong` likewise, else `all`",
     "choice": "what decides whether a token is trained: what was drawn, there or later (`draw`: "
-    "`confident_wrong_share`, `train_special`, `train_truncated`), the `state` (`entropy_share`, `teacher_entropy`), or "
-    "its `place` in the row at most",
+    "`confident_wrong_share`, `train_special`, `train_truncated`), the `state` (`entropy_share`, `teacher_entropy`), "
+    "or its `place` in the row at most",
     "reduction": "what a token weighs: 1 over the trained tokens of the step (`token_mean`), 1 over those of its row, "
     "then 1 over the rows (`sequence_mean`), 1 (`sum`)",
     "rows": "who wrote the rows the term meets: the `student`, `others`, both (`mixed`), nobody (`none`)",

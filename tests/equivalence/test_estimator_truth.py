@@ -1133,6 +1133,28 @@ def test_where_the_student_is_uncertain_is_a_choice_of_states(share: float) -> N
         assert not same(found, REVERSE), axes
 
 
+@pytest.mark.parametrize("discount", [0.5, 1.0])
+@pytest.mark.parametrize("choice", [{"entropy_share": 0.3}, {"teacher_entropy": 0.7}])
+def test_chosen_states_that_answer_for_the_whole_rest(choice: dict[str, float], discount: float) -> None:
+    """Neither the sequence's gradient nor that of the chosen states' own divergences."""
+    trained = chosen(0.3, None) if "entropy_share" in choice else (entropy_of(TEACHER) > 0.7)[STATES_YC]
+    assert 0 < trained.sum() < 81
+    found = expected_gradient(legal("surrogate", **POLICY, discount=discount, **choice))
+    assert same(found, weighted_scores(trained * returns_by_hand(LOG_RATIOS, discount)))
+    own = weighted_scores(returns_by_hand(trained * LOG_RATIOS, discount))  # of chosen rewards, all tokens moving
+    assert not same(found, own)
+    name = next(iter(choice))
+    assert biased(f"{name}, discount {discount:g}, against sequence-level KL", found, sequence_level())
+    assert biased(
+        f"{name}, discount {discount:g}, against chosen states",
+        found,
+        token_level(Divergence.REVERSE_KL, trained=trained),
+    )
+    judged = expected_gradient(legal("surrogate", **JUDGED | {"discount": discount}, entropy_share=0.3))
+    to_the_end = discount ** torch.arange(LENGTH - 1, -1, -1, dtype=torch.float64)
+    assert same(judged, weighted_scores(-REWARDS[:, None] * to_the_end * chosen(0.3, None)))
+
+
 def test_confident_and_wrong_tokens() -> None:
     """Over the whole vocabulary states are weighed by how often they are chosen; of drawn tokens, draws are chosen."""
     choice = {"entropy_share": 0.3, "confident_wrong_share": 0.2}
@@ -1382,7 +1404,7 @@ def test_a_token_mean_of_drawn_tokens_is_right_for_many_rows(name: str) -> None:
     distances = list[float]()
     for rows in (1, 2, 4):
         found = expected_step(objective, rows)
-        assert biased(f"token_mean, {rows} rows a step: {name}", found, of_many)
+        assert biased(f"token_mean, a step of {rows}: {name}", found, of_many)
         distances.append((found - of_many).norm().item())
         if rows == 1:
             assert same(found, of_draws(name, 1 / LENGTHS_A))

@@ -79,14 +79,20 @@ grad 1 = 0.
 
 The mean is over q's own draws. Tokens of another distribution b need the weight q(y)/b(y), and no weight brings back
 a token that b never draws. Full support sums over the vocabulary and draws nothing, so it does not ask who wrote the
-token, only which states were visited. [Pitfalls](pitfalls.md#losses-whose-gradient-is-not-what-their-name-says) has
+token, only which states were visited, and whatever decides what a state weighs (a length, a verdict, a cut) is given
+like the state itself. A mean over drawn tokens has no such freedom: what the draw helps to decide bends the mean. That
+goes for the divisor. Averaged within each row (`sequence_mean`) a token weighs one over a length that it may have
+ended; averaged over the step (`token_mean`) it weighs 1/N, and N is drawn as well, which fades as a step has more rows
+and with a single row is the same as the row's own mean. Summed (`sum`) nothing is bent. Zeros and other objectives of
+the refusals are those of the sum. [Pitfalls](pitfalls.md#losses-whose-gradient-is-not-what-their-name-says) has
 the derivations with numbers, and the test suite shows each verdict by enumerating every sequence of a small
 vocabulary.
 
 ## Verdicts
 
 - **exact**: the expected gradient is that of the named objective, at the states that the rows visit.
-- **surrogate**: it is that of a stand-in, which the reason states.
+- **surrogate**: it is that of a stand-in, which the reason states. `etude check` prints every rule that makes one of a
+  term, not only the first.
 - **refused**: it is zero, or belongs to another objective. The recipe ends with the reason and with what to write
   instead.
 """

@@ -116,7 +116,7 @@ class Baseline(StrEnum):
     """What a policy-gradient term takes off its return, for the sake of the variance (axis 5)."""
 
     NONE = "none"
-    BATCH = "batch"  # mean over the round's trained tokens, each token's own return among them
+    BATCH = "batch"  # mean over the round's trained tokens as the reduction weighs them, each own return among them
     GROUP = "group"  # mean reward of the question's rows, as GRPO; rewards only
     STATE_KL = "state_kl"  # the state's own reverse KL, which is the mean of c: -c + KL has mean zero
 

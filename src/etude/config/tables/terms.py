@@ -165,8 +165,8 @@ class TermConfig(Noun):
     )
     baseline: Annotated[Word[Baseline], _OF_POLICY_GRADIENT] = Field(
         default=Baseline.NONE,
-        description="Taken off each return: none, batch (the round's mean), state_kl (its mean, for the noise); off "
-        "each reward: group (the mean of the question's samples), as GRPO (2024).",
+        description="Taken off each return: none, batch (the round's mean, tokens weighed as reduction says), state_kl "
+        "(its mean, for the noise); off each reward: group (the mean of the question's samples), as GRPO (2024).",
     )
     whiten: Annotated[bool, _OF_POLICY_GRADIENT] = Field(
         default=False,
@@ -270,7 +270,7 @@ class TermConfig(Noun):
     reduction: Word[Reduction] = Field(
         default=Reduction.TOKEN_MEAN,
         description="Mean over all trained tokens of the step, or over each row's tokens first and then over rows, or "
-        "the sum.",
+        "the sum. The second bends the gradient of drawn tokens by length.",
     )
     # Last of the fields, because its default is read off one above.
     name: str = Field(

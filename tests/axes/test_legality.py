@@ -559,6 +559,9 @@ def every_term() -> Iterator[dict[str, object]]:
                 sampled = base | {"support": Support.SAMPLED, "form": form}
                 yield sampled
                 yield sampled | {"correctness": Correctness.RIGHT}
+                yield sampled | {"train_truncated": False}
+                yield sampled | {"reduction": Reduction.SEQUENCE_MEAN}
+                yield sampled | {"estimator": POLICY, "entropy_share": 0.5, "discount": 1.0}
                 if teacher != LABEL:
                     yield sampled | {"confident_wrong_share": 0.1}
                 importances, discounts = tuple(Importance), (0.0, 0.5, 1.0)

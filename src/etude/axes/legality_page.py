@@ -84,7 +84,9 @@ like the state itself. A mean over drawn tokens has no such freedom: what the dr
 goes for the divisor. Averaged within each row (`sequence_mean`) a token weighs one over a length that it may have
 ended; averaged over the step (`token_mean`) it weighs 1/N, and N is drawn as well, which fades as a step has more rows
 and with a single row is the same as the row's own mean. Summed (`sum`) nothing is bent. Zeros and other objectives of
-the refusals are those of the sum. [Pitfalls](pitfalls.md#losses-whose-gradient-is-not-what-their-name-says) has
+the refusals are those of the sum.
+
+[Pitfalls](pitfalls.md#losses-whose-gradient-is-not-what-their-name-says) has
 the derivations with numbers, and the test suite shows each verdict by enumerating every sequence of a small
 vocabulary.
 

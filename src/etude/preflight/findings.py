@@ -15,7 +15,7 @@ from typing import Any
 class Verdict(StrEnum):
     """What follows from a finding."""
 
-    PASS = "pass"  # noqa: S105  (a verdict, not a password)
+    PASS = "pass"
     WARN = "warn"  # legal, and perhaps not meant
     REFUSE = "refuse"  # the run would teach nothing, or something else
 

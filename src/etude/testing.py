@@ -40,7 +40,9 @@ from etude.core.logprobs import next_token_logprobs, pick
 from etude.core.records import Prompt, Rollout, Scores, as_ids
 from etude.errors import PairError
 from etude.models.backbone import TransformersBackbone
+from etude.models.decoding import SamplingSettings
 from etude.models.roles import AbstractSampler, AbstractStudent, AbstractTeacher
+from etude.models.table import TableBackbone
 from etude.runtime.seeds import Key
 
 T = TypeVar("T")
@@ -243,6 +245,27 @@ class ScriptedSampler(AbstractSampler):
 
     def refresh(self, student: AbstractStudent, version: int) -> None:
         self.version = version
+
+
+def sampling_settings(
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    max_new_tokens: int = 8,
+    stop_ids: tuple[int, ...] = (),
+) -> SamplingSettings:
+    """The model's own distribution and eight tokens, but for what is said; the class itself has no defaults."""
+    return SamplingSettings(temperature, top_p, top_k, max_new_tokens, stop_ids)
+
+
+def log_table(*probabilities: Sequence[float]) -> TableBackbone:
+    """A table, in float64, with these next-token probabilities: one row for each state.
+
+    >>> log_table([0.5, 0.5], [1.0, 0.0]).next_logits(torch.tensor([0, 1])).exp().tolist()
+    [[0.5, 0.5], [1.0, 0.0]]
+    """
+    return TableBackbone(torch.tensor(probabilities, dtype=torch.float64).log().clamp(min=-1000.0))
 
 
 def counting_logits(base: int = 10, certainty: float = 0.9) -> Tensor:

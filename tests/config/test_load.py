@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etude.axes.schedules import Ramp
 from etude.config.load import dump_toml, explain, find_recipe, load_recipe, shipped_recipes, verdicts
 from etude.errors import LegalityError, RecipeError
 
@@ -325,3 +328,60 @@ def test_a_dumped_recipe_loads_again_and_is_equal(in_folder: Path, overrides: li
     again = load_recipe("again.toml")
     assert again == recipe
     assert dump_toml(again) == dump_toml(recipe)
+
+
+# numbers that move with the step --------------------------------------------------------------------------------------
+
+RISING: Mapping[str, Any] = {"start": 0.0, "end": 1.0}
+
+
+def test_a_ramp_that_names_no_end_ends_with_the_run():
+    table = {
+        "sampler": {"student_fraction": RISING},
+        "terms": [{}, {"name": "x", "coefficient": {**RISING, "first": 3}}],
+    }
+    for said, steps in ((), 200), (["train.steps=50"], 50), (["train.steps=50", "train.steps="], 200):
+        recipe = load_recipe({**LEAST, **table}, said)
+        assert recipe.sampler.fraction == Ramp(0.0, 1.0, kind="linear", last=steps)
+        assert recipe.terms[1].values()["coefficient"] == Ramp(0.0, 1.0, kind="linear", first=3, last=steps)
+        assert load_recipe(tomllib.loads(dump_toml(recipe))) == recipe
+
+
+def test_where_the_end_of_a_ramp_comes_from():
+    table = {**LEAST, "sampler": {"student_fraction": RISING}}
+    found = {setting.key: setting for setting in explain(table, ["train.steps=50"])}
+    last = found["sampler.student_fraction.last"]
+    assert (last.value, last.origin) == (50, "train.steps")
+    assert found["sampler.student_fraction.end"].origin == "recipe"
+    said = origins(table, ["sampler.student_fraction.last=9"])
+    assert said["sampler.student_fraction.last"] == "command line"
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("imitkd", "sampler.student_fraction"),
+        ("distillm", "sampler.replay_fraction"),
+        ("prefix", "terms.0.first_tokens"),
+    ],
+)
+def test_methods_that_move_do_so_over_the_whole_run(name: str, key: str):
+    for steps in (7, 1000):
+        found = {setting.key: setting.value for setting in explain({**LEAST, "method": name}, [f"train.steps={steps}"])}
+        assert found[f"{key}.last"] == steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["sampler.student_fraction={start=0.0, end=1.0, kind='step'}"], "a step ramp has end 1.0 and last None"),
+        (["sampler.student_fraction={start=0.0, end=1.0, first=50}", "train.steps=50"], "over steps 50 to 50"),
+        (["sampler.student_fraction={start=0.0, end=1.0}", "train.steps=0"], "train.steps"),
+        (["sampler.student_fraction={start=0.0, end=1.0}", "train.steps=many"], "train.steps"),
+        (["sampler.student_fraction={start=0.0}"], "found no sampler.student_fraction.end; expected the value at last"),
+        (["sampler.student_fraction={start=0.0, end=1.0, last=0}"], "sampler.student_fraction.last: found 0"),
+    ],
+)
+def test_a_ramp_that_goes_nowhere_is_refused(changes: list[str], sentence: str):
+    with pytest.raises(RecipeError, match=re.escape(sentence)):
+        load_recipe(LEAST, changes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from etude.config.load import dump_toml, load_recipe, verdicts
+from etude.config.load import dump_toml, explain, load_recipe, verdicts
 from etude.config.methods import METHODS
 from etude.config.schema import Recipe
 from etude.config.stages import HOW_WRITTEN, SOURCES_OF_PROMPTS
@@ -221,3 +221,28 @@ def test_a_reference_goes_to_the_stages_that_ask_for_it():
     assert own == (without, extrapolated)
     with pytest.raises(RecipeError, match='stages.0: reference = "r" does nothing here, it counts only when a term'):
         load_recipe(LEAST | {"stages": [stages[0] | {"reference": {"model": "r"}}, stages[1]]})
+
+
+def test_a_ramp_that_names_no_end_ends_with_its_own_stage():
+    """Inherited, of the stage's method, and said by the stage; the recipe's own table keeps the recipe's steps."""
+    rising = {"start": 0.0, "end": 1.0}
+    settings = {
+        **LEAST,
+        "sampler": {"student_fraction": rising},
+        "train": {"steps": 9},
+        "stages": [
+            {"train": {"steps": 5}},
+            {"method": "prefix", "train": {"steps": 7}},
+            {"sampler": {"student_fraction": {**rising, "last": 2}}, "terms": [{"coefficient": rising}]},
+        ],
+    }
+    recipe = load_recipe(settings)
+    first, second, third = recipe.stage_recipes
+    assert [part.sampler.fraction.last for part in (recipe, first, third)] == [9, 5, 2]
+    assert second.terms[0].values()["first_tokens"].last == 7
+    assert third.terms[0].values()["coefficient"].last == 9
+    assert load_recipe(tomllib.loads(dump_toml(recipe))) == recipe
+    origins = {setting.key: setting.origin for setting in explain(settings)}
+    assert origins["stages.0.sampler.student_fraction.last"] == "train.steps"
+    assert origins["stages.0.sampler.student_fraction.end"] == "the recipe's"
+    assert origins["stages.2.sampler.student_fraction.last"] == "recipe"

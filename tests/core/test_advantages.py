@@ -20,6 +20,7 @@ from etude.axes.names import (
     Source,
     Support,
 )
+from etude.axes.schedules import Ramp
 from etude.core.advantages import prepare
 from etude.core.estimators import group_advantages
 from etude.core.records import Prompt, Rollout, Scored, Scores, as_ids
@@ -75,8 +76,9 @@ def prepared(terms: Term | Sequence[Term], rows: Sequence[Scored], step: int = 0
 
 
 def trained(term: Term, rows: Sequence[Scored], step: int = 0) -> list[float]:
-    """Advantages of the trained tokens, all rows in a line."""
-    return [x for weights, values in prepared(term, rows, step) for x in values[0][weights[0] != 0].tolist()]
+    """Advantages of the trained tokens as they weigh, all rows in a line."""
+    found = prepared(term, rows, step)
+    return [x for weights, values in found for x in (weights[0] * values[0])[weights[0] != 0].tolist()]
 
 
 def near(expected: Sequence[float]) -> object:
@@ -107,6 +109,34 @@ def near(expected: Sequence[float]) -> object:
 )
 def test_the_worked_example(term: Term, expected: list[float]) -> None:
     assert trained(term, [row_of(WORKED)]) == near(expected)
+
+
+C4 = [1.0, 2.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("term", "step", "expected"),
+    [
+        (policy(discount=1.0, first_tokens=3), 0, [-7.0, -6.0, -4.0]),  # the sequence divergence of the prefix
+        (policy(discount=0.5, first_tokens=3), 0, [-3.0, -4.0, -4.0]),
+        (policy(discount=1.0, first_tokens=3, length_normalise=True), 0, [-7 / 3, -6 / 2, -4.0]),
+        (policy(discount=1.0, first_tokens=2, baseline=Baseline.BATCH), 0, [-0.5, 0.5]),
+        (policy(discount=1.0, skip_first=1), 0, [-14.0, -12.0, -8.0]),
+        (policy(discount=1.0, first_tokens=Ramp(2, 4, kind="linear", last=2)), 0, [-3.0, -2.0]),
+        (policy(discount=1.0, first_tokens=Ramp(2, 4, kind="linear", last=2)), 2, [-15.0, -14.0, -12.0, -8.0]),
+        # A reward is the row's, whatever stretch of it is trained, and so is the length it is divided by.
+        (policy(teacher=REWARD, discount=1.0, first_tokens=2), 0, [3.0, 3.0]),
+        (policy(teacher=REWARD, discount=1.0, first_tokens=2, length_normalise=True), 0, [3 / 4, 1.0]),
+    ],
+)
+def test_a_return_ends_with_the_stretch_that_is_trained(term: Term, step: int, expected: list[float]) -> None:
+    assert trained(term, [row_of(C4, reward=3.0)], step) == near(expected)
+
+
+def test_what_lies_beyond_the_horizon_has_no_say() -> None:
+    term = policy(discount=1.0, whiten=True, first_tokens=2)
+    rows = [row_of([1.0, 2.0, tail, 7.0]) for tail in (0.0, 1e6, math.inf)]
+    assert trained(term, rows[:1]) == trained(term, rows[1:2]) == trained(term, rows[2:])
 
 
 def test_advantages_carry_no_gradient() -> None:
@@ -162,7 +192,7 @@ LOSSES = [1.0, 2.0, 50.0, 60.0, 4.0, 70.0, 8.0]
 def test_a_tools_tokens_are_not_trained_not_counted_and_earn_nothing(term: Term, expected: list[float]) -> None:
     row = row_of(LOSSES, written=TURNS)
     ((weights, _),) = prepared(term, [row])
-    assert weights[0].tolist() == [float(own) for own in TURNS]
+    assert (weights[0] != 0).tolist() == TURNS
     assert trained(term, [row]) == near(expected)
 
 

@@ -134,6 +134,23 @@ def test_equal_values_are_whitened_to_exact_zeros(value: float) -> None:
     assert torch.equal(whitened(values, mean, std), torch.zeros(1001))
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
+def test_values_that_all_but_agree_are_not_blown_up(size: float) -> None:
+    """They differ by 1e-5 of their size, where divided by their own deviation they would be -1 and 1."""
+    values = size * torch.tensor([1.0, 1.00002], dtype=torch.float64)
+    mean, std = from_sums(moment_sums(values, torch.ones(2, dtype=torch.bool)))
+    assert std == pytest.approx(1e-4 * size, rel=1e-4)
+    assert whitened(values, mean, std).tolist() == pytest.approx([-0.1, 0.1], rel=1e-4)
+    grouped = group_advantages(values, normalise=True).tolist()  # the sample's deviation is sqrt 2 of that
+    assert grouped == pytest.approx([-0.1 / 2**0.5, 0.1 / 2**0.5], rel=1e-4)
+
+
+def test_values_apart_keep_their_own_deviation() -> None:
+    values = torch.tensor([1.0, 1.0004], dtype=torch.float64)
+    _, std = from_sums(moment_sums(values, torch.ones(2, dtype=torch.bool)))
+    assert std == pytest.approx(2e-4, rel=1e-6)
+
+
 def test_values_that_are_not_trained_have_no_say() -> None:
     values = torch.tensor([1.0, math.nan, 3.0, math.inf])
     assert from_sums(moment_sums(values, torch.tensor([True, False, True, False]))) == (2.0, 1.0)

@@ -105,6 +105,12 @@ def test_masses_and_overlap(owner: Owner, teacher_mass: float, student_mass: flo
     assert metrics["overlap/kept"] == 0.5
 
 
+def test_more_ids_than_there_are_is_refused() -> None:
+    assert run(Term("kept", support=Support.TOP_K, top_k=VOCAB))[0] == pytest.approx(REVERSE / 2)
+    with pytest.raises(PairError, match="term 'kept' keeps 5 ids a side and there are 4; lower its top_k"):
+        run(Term("kept", support=Support.TOP_K, top_k=VOCAB + 1))
+
+
 def test_shares_are_means_over_the_trained_tokens() -> None:
     term = Term("kept", support=Support.TOP_K, top_k=1, owner=Owner.TEACHER)
     _, metrics, _ = run(term)
@@ -134,15 +140,6 @@ def test_values_of_the_teachers_top_2(tail: Tail, drawn: int, expected: float) -
     loss, metrics, _ = run(term, drawn=(drawn, 0))
     assert loss == pytest.approx(expected, abs=1e-5)
     assert metrics["divergence/kept"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_k_beyond_the_vocabulary_is_the_vocabulary() -> None:
-    loss, metrics, gradient = run(Term("kept", support=Support.TOP_K, top_k=64))
-    expected, _, full = run(Term())
-    assert loss == pytest.approx(expected)
-    assert loss == pytest.approx(REVERSE / 2)
-    torch.testing.assert_close(gradient, full, atol=1e-9, rtol=0)
-    assert metrics["teacher_mass/kept"] == pytest.approx(1.0)
 
 
 # The gate -----------------------------------------------------------------------------------------------------------
@@ -243,6 +240,19 @@ def test_the_state_kl_as_a_baseline(advantage_clip: float | None) -> None:
     expected = torch.tensor([-advantage / 2 * (float(v == 0) - q) for v, q in enumerate(STUDENT[0])])
     torch.testing.assert_close(gradient[0], expected.double(), atol=1e-6, rtol=0)
     assert gradient[1].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("importance", [Importance.NONE, Importance.RATIO, Importance.PPO_CLIP])
+@pytest.mark.parametrize("baseline", [Baseline.NONE, Baseline.STATE_KL])
+def test_clipped_and_then_weighed_whatever_the_baseline(baseline: Baseline, importance: Importance) -> None:
+    """No disagreement lies before the first token, so it weighs 1.5; that comes after the clip at 1."""
+    term = {"baseline": baseline, "advantage_clip": 1.0, "importance": importance}
+    term |= {"clip": 0.2} if importance is Importance.PPO_CLIP else {}
+    _, metrics, gradient = run(Term("policy", **POLICY, **term, disagreement_weight=1.5))
+    expected = torch.tensor([-1.5 * 1.0 / 2 * (float(v == 0) - q) for v, q in enumerate(STUDENT[0])])
+    torch.testing.assert_close(gradient[0], expected.double(), atol=1e-6, rtol=0)
+    assert metrics["tokens/policy"] == 2  # a weight does not change what is divided by
+    assert metrics["divergence/policy"] == pytest.approx(-2 * math.log(2) / 2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file
@@ -188,6 +188,55 @@ def test_an_adapter_goes_on_as_the_same_adapter_of_the_same_base(tmp_path: Path)
     assert adapters[0].keys() == adapters[1].keys()
     export(Path(summary.run), to=tmp_path / "merged", merge=True)
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
+
+
+NEAR = [{}, {"name": "near", "teacher": "reference", "coefficient": 0.5}]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_reference_is_the_student_as_the_stage_begins(
+    tmp_path: Path, seen: list[tuple[Parts, dict[str, Tensor], int]], variant: str
+) -> None:
+    """Nothing separates the two in a stage's first step; and killed inside of it, it is held to the same one again."""
+    settings = tiny_recipe(tmp_path, layers=3) | {"stages": [STAGES[0], STAGES[1] | {"terms": NEAR}]}
+    # Without the dropout, which would tell the student from its copy.
+    changes = ["student.lora={rank=2, alpha=4}"] if "adapter" in variant else VARIANTS[variant]
+    recipe = load_recipe(settings, changes)
+    train(recipe, quiet=True)
+    (first, _, _), (second, begun, _) = seen
+    assert set(first.teachers) == {"teacher"}
+    reference: Any = second.teachers["reference"]
+    held = dict(reference.backbone.named_parameters())
+    assert held.keys() == dict(second.student.backbone.named_parameters()).keys()
+    assert not any(weight.requires_grad for weight in held.values())
+    for name, weight in begun.items():
+        assert held[name].equal(weight), name
+        assert held[name].data_ptr() != second.student.trainable_parameters()[name].data_ptr()
+    near = [line["divergence/near"] for line in read_metrics(Path(second.saver.folder) / "metrics.jsonl")[1:-1]]
+    assert abs(near[0]) < 1e-6 < 1e-5 < near[2]
+
+    again = moved(recipe, tmp_path / "again")
+    with pytest.MonkeyPatch.context() as patched:
+        kill(patched, 1, 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(again, quiet=True)
+    train(again, quiet=True)
+    for name, weight in dict(cast(Any, seen[-1][0].teachers["reference"]).backbone.named_parameters()).items():
+        assert held[name].equal(weight), name
+    assert traces(Path(again.output) / FOLDERS[1]) == traces(Path(recipe.output) / FOLDERS[1])
+
+
+def test_a_reference_that_is_named_is_that_one_in_every_stage(
+    tmp_path: Path, seen: list[tuple[Parts, dict[str, Tensor], int]]
+) -> None:
+    settings = tiny_recipe(tmp_path) | {"stages": [{"terms": NEAR}, {"terms": NEAR}]}
+    named = f"reference.model={settings['teacher']['model']}"
+    train(load_recipe(settings, ["train.steps=1", named]), quiet=True)
+    for parts, _, _ in seen:
+        theirs, ours = (
+            dict(cast(Any, parts.teachers[name]).backbone.named_parameters()) for name in ("teacher", "reference")
+        )
+        assert all(ours[name].equal(weight) for name, weight in theirs.items())
 
 
 def test_layers_are_left_out_once(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_every_method_runs_on_the_maze_under_the_same_conditions(name: str) -> N
 def test_what_is_set_for_the_maze_belongs_to_a_method() -> None:
     assert FITTED.keys() <= METHODS.keys()
     horizon: Any = recipe_of("prefix", 300).terms[0].first_tokens
-    assert (horizon.start, horizon.end, horizon.last) == (8, 45, 200)
+    assert (horizon.start, horizon.end, horizon.last) == (8, 45, 300)
 
 
 @pytest.mark.parametrize(

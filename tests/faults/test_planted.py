@@ -177,14 +177,19 @@ def moments_of_the_own_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def whitened_last(patch: pytest.MonkeyPatch) -> None:
-    """Moments are taken of what is clipped and weighed already, so that the bound bounds nothing."""
-    returns, shaped = advantages._returns, advantages._shaped
+    """Moments are taken of what is clipped already, so that the bound bounds nothing."""
+    returns, clipped = advantages._returns, advantages._clipped
     patch.setattr(
-        advantages,
-        "_returns",
-        lambda term, row, mask, reward: shaped(term, returns(term, row, mask, reward), mask, row),
+        advantages, "_returns", lambda term, row, mask, reward: clipped(term, returns(term, row, mask, reward), mask)
     )
-    patch.setattr(advantages, "_shaped", lambda term, values, mask, row: values)
+    patch.setattr(advantages, "_clipped", lambda term, values, mask: values)
+
+
+def returns_beyond_the_horizon(patch: pytest.MonkeyPatch) -> None:
+    right = advantages._returns
+    patch.setattr(
+        advantages, "_returns", lambda term, row, mask, reward: right(term, row, torch.ones_like(mask), reward)
+    )
 
 
 def whitened_after_the_kl(patch: pytest.MonkeyPatch) -> None:
@@ -364,6 +369,7 @@ POLICY = {"support": Support.SAMPLED, "estimator": Estimator.POLICY_GRADIENT}
         (reward_at_the_last_token_alone, of_truth("test_a_reward_has_the_gradient_of_its_expectation", *ON_POLICY)),
         (whitened_last, of_advantages("test_whitened_then_clipped_then_weighed")),
         (whitened_last, of_truth("test_clipped_advantages")),
+        (returns_beyond_the_horizon, of_advantages("test_what_lies_beyond_the_horizon_has_no_say")),
         (
             baseline_added_with_the_wrong_sign,
             lambda: load("core/test_tile.py").test_the_state_kl_as_a_baseline(None),

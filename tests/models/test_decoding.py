@@ -12,23 +12,8 @@ from etude.errors import RecipeError
 from etude.models import decoding
 from etude.models.decoding import SamplingSettings, decode, inverse_cdf, sampling_logprobs
 from etude.models.roles import AbstractDecoding
-from etude.models.table import TableBackbone
-
-
-def settings(
-    *,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    max_new_tokens: int = 8,
-    stop_ids: tuple[int, ...] = (),
-) -> SamplingSettings:
-    return SamplingSettings(temperature, top_p, top_k, max_new_tokens, stop_ids)
-
-
-def log_table(*rows: Sequence[float]) -> TableBackbone:
-    """A table with these next-token probabilities."""
-    return TableBackbone(torch.tensor(rows, dtype=torch.float64).log().clamp(min=-1000.0))
+from etude.testing import log_table
+from etude.testing import sampling_settings as settings
 
 
 class TestSettings:

@@ -21,28 +21,13 @@ from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.table import TableBackbone
 from etude.runtime.seeds import Key
-from etude.testing import Kind, tiny_model, word_tokenizer
+from etude.testing import Kind, log_table, tiny_model, word_tokenizer
+from etude.testing import sampling_settings as settings
 
 KEY = Key(seed=0, purpose="sample", stage=0, round=0)
 TEACHER = (0.5, 0.25, 0.125, 0.125)
 STUDENT = (0.125, 0.5, 0.25, 0.125)
 DISTRIBUTIONS = (TokenMixture(alpha=0.2), Interleaving(teacher_top_k=2))
-
-
-def settings(
-    *,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    max_new_tokens: int = 8,
-    stop_ids: tuple[int, ...] = (),
-) -> SamplingSettings:
-    return SamplingSettings(temperature, top_p, top_k, max_new_tokens, stop_ids)
-
-
-def log_table(*rows: Sequence[float]) -> TableBackbone:
-    """A table with these next-token probabilities."""
-    return TableBackbone(torch.tensor(rows, dtype=torch.float64).log().clamp(min=-1000.0))
 
 
 def joint(

@@ -19,32 +19,18 @@ from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, NonFiniteError, RecipeError
 from etude.models.backbone import TransformersBackbone, load_backbone
 from etude.models.decoding import sampling_logprobs
-from etude.models.sampling import InProcessSampler, SamplingSettings
+from etude.models.sampling import InProcessSampler
 from etude.models.student import Student
 from etude.models.table import TableBackbone
 from etude.runtime.seeds import Key
+from etude.testing import log_table
+from etude.testing import sampling_settings as settings
 
 KEY = Key(seed=0, purpose="sample", stage=0, round=0)
 
 
-def settings(
-    *,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    max_new_tokens: int = 8,
-    stop_ids: tuple[int, ...] = (),
-) -> SamplingSettings:
-    return SamplingSettings(temperature, top_p, top_k, max_new_tokens, stop_ids)
-
-
 def prompt(*ids: int, row: int = 0) -> Prompt:
     return Prompt(torch.tensor(ids), row)
-
-
-def log_table(*rows: Sequence[float]) -> TableBackbone:
-    """A table with these next-token probabilities."""
-    return TableBackbone(torch.tensor(rows, dtype=torch.float64).log().clamp(min=-1000.0))
 
 
 class TestInProcessSampler:

@@ -133,8 +133,8 @@ def test_half_precision_states_stay_so(tmp_path: Path) -> None:
 
 
 def test_what_it_does_not_give_is_refused() -> None:
-    with pytest.raises(PairError, match=r"'marker' gives hidden_states, sampled_logprobs, and a term needs next_token"):
-        FrozenTeacher("marker", tiny_backbone()).score(ROWS, frozenset({Gives.NEXT_TOKEN_LOGPROBS}), 1.0)
+    with pytest.raises(PairError, match=r"'marker' gives hidden_states, sampled_logprobs, and a term needs labels"):
+        FrozenTeacher("marker", tiny_backbone()).score(ROWS, frozenset({Gives.LABELS}), 1.0)
 
 
 def test_a_row_beyond_its_window_is_named() -> None:

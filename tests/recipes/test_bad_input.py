@@ -203,9 +203,9 @@ def test_rows_that_train_nothing(folder: Path, tmp_path: Path, capsys: pytest.Ca
     words = ["train", folder / "good.toml", f"output={tmp_path / 'run'}", "--quiet", *never]
     sentence = refused(capsys, *words)
     assert sentence == (
-        "no token was trained in 2 steps in a row: each of their rows was cut at sampler.max_new_tokens with "
-        "train_truncated = false, or written by somebody no term names in its sources; raise max_new_tokens, train cut "
-        "rows as well, or name who writes"
+        "no token was trained in 2 steps in a row; the last one had 2 rows by student, the longest of 1 tokens, 2 of "
+        "them cut at max_new_tokens, and term 'reverse_kl' has train_truncated = false: change what leaves all of them "
+        "out"
     )
     assert refused(capsys, *words) == sentence  # it is not a run that can be gone on with
     assert main([*map(str, words[:-4]), "--fresh"]) == 0

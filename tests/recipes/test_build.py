@@ -26,6 +26,7 @@ from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractDecoding, AbstractSampler
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.recipes.build import build, objective_of, require_gives, term_of
+from etude.recipes.run import check
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
@@ -396,6 +397,17 @@ class TestRefusals:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         with pytest.raises(error, match=sentence):
             made(settings, *changes)
+
+    def test_more_ids_than_the_vocabulary_has(self, settings: dict[str, Any], nothing_loads: None) -> None:
+        """Of 32: the default of 64 is refused like any other number."""
+        kept = {"support": "top_k", "owner": "union"}
+        sentence = (
+            r'terms\.1 \("kept"\) has top_k = 64 and the vocabulary 32 ids; lower top_k, or write support = "full"'
+        )
+        for door in (made, lambda settings: check(load_recipe(settings))):
+            with pytest.raises(RecipeError, match=sentence):
+                door(settings | {"terms": [{}, kept | {"name": "kept"}]})
+        check(load_recipe(settings | {"terms": [kept | {"top_k": 32}]}))
 
     def test_two_tokenizers(self, settings: dict[str, Any], nothing_loads: None, tmp_path: Path) -> None:
         with pytest.raises(PairError, match="speak different token ids"):

@@ -465,7 +465,7 @@ class TestWhatIsTrained:
 
     def test_rows_that_never_train_anything_end_the_run(self, tmp_path: Path) -> None:
         changes = ["terms.0.train_truncated=false", "sampler.max_new_tokens=1", "train.steps=9"]
-        with pytest.raises(RecipeError, match="no token was trained in 3 steps in a row: .*raise max_new_tokens"):
+        with pytest.raises(RecipeError, match="no token was trained in 3 steps in a row; .* train_truncated = false"):
             train(load_recipe(tiny_recipe(tmp_path), [*changes, "train.prompts_per_round=2"]), quiet=True)
         skipped = [line.get("gradient/skipped") for line in read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]]
         assert skipped == [1.0, 1.0]

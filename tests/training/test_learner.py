@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from etude.axes.legality import Sampling
 from etude.axes.names import Divergence, Estimator, Reduction, Source, Support
+from etude.axes.schedules import Ramp
 from etude.core.objective import Objective, Term
 from etude.core.records import Rollout, Scored
 from etude.errors import NonFiniteError, RecipeError
@@ -23,7 +25,14 @@ from etude.runtime.tracking import describe
 from etude.runtime.world import World
 from etude.testing import CountingTeacher, counting_logits, rollout_of, tiny_backbone
 from etude.training.evaluation import score_rows
-from etude.training.learner import MAX_EMPTY_ROUNDS, MAX_SKIPPED_IN_A_ROW, Learner, micro_batches, without_weight
+from etude.training.learner import (
+    MAX_EMPTY_ROUNDS,
+    MAX_SKIPPED_IN_A_ROW,
+    Learner,
+    micro_batches,
+    seeded,
+    without_weight,
+)
 from etude.training.stages import Plan
 
 STOP = 1
@@ -370,9 +379,44 @@ class TestNothingToTrain:
         for step in range(steps - 1):
             take(learner, rows, step)
         with pytest.raises(
-            RecipeError, match=f"no token was trained in {steps} steps in a row: .*raise max_new_tokens"
+            RecipeError,
+            match=rf"no token was trained in {steps} steps in a row; the last one had .* rows by .*, "
+            "and term 'gold' has train_truncated = false: change",
         ):
             take(learner, rows, steps - 1)
+
+    @pytest.mark.parametrize(
+        ("keys", "said"),
+        [
+            ({"skip_first": 2}, "skip_first = 2"),
+            (
+                {"skip_first": 9, "first_tokens": Ramp(10, 16, kind="linear", last=2)},
+                "skip_first = 9, first_tokens = 10",
+            ),
+            ({"sources": {Source.TEACHER}}, 'sources = ["teacher"]'),
+            ({"entropy_share": 0.1}, "entropy_share = 0.1"),  # of two tokens: none
+            (
+                {"train_truncated": False, "sources": {Source.TEACHER}, "entropy_share": 0.1},
+                'sources = ["teacher"], train_truncated = false, entropy_share = 0.1',
+            ),
+        ],
+    )
+    def test_the_reason_is_what_the_terms_really_say(self, keys: dict[str, Any], said: str) -> None:
+        term = Term("gold", teacher="label", divergence=Divergence.FORWARD_KL, **keys)
+        writer = max(term.sources)  # of other rows than the one here, which comes from the dataset
+        learner = learner_of(table([0.5, 0.5], [0.5, 0.5]), term, plan=Plan(steps=1), writer=writer)
+        with pytest.raises(RecipeError) as refused:
+            take(learner, prepared(learner, self.WHOLE))
+        assert str(refused.value) == (
+            "no token was trained in 1 steps in a row; the last one had 1 rows by dataset, the longest of 2 tokens, 0 "
+            f"of them cut at max_new_tokens, and term 'gold' has {said}: change what leaves all of them out"
+        )
+
+    def test_what_a_tool_wrote_is_nobodys_to_train(self) -> None:
+        learner = learner_of(table([0.5, 0.5], [0.5, 0.5]), GOLD, plan=Plan(steps=1))
+        row = replace(self.WHOLE, written=torch.tensor([False, False]))
+        with pytest.raises(RecipeError, match="term 'gold' has nothing to train in what a tool wrote"):
+            take(learner, prepared(learner, row))
 
     def test_a_row_of_no_weight_may_stand_in_for_one(self) -> None:
         learner = learner_of(table([0.5, 0.5], [0.5, 0.5]), GOLD)
@@ -414,6 +458,20 @@ class TestDropout:
     def test_the_process_draws_on_as_if_nothing_had_been(self) -> None:
         before = torch.get_rng_state()
         self.gradient(step=0)
+        assert torch.get_rng_state().equal(before)
+
+    def test_on_mps_its_own_generator_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """None is here: the three calls are recorded."""
+        calls: list[object] = []
+        state = torch.tensor([1, 2, 3], dtype=torch.uint8)
+        monkeypatch.setattr("torch.mps.get_rng_state", lambda: state)
+        monkeypatch.setattr("torch.mps.manual_seed", calls.append)
+        monkeypatch.setattr("torch.mps.set_rng_state", lambda kept: calls.append(kept.tolist()))
+        before = torch.get_rng_state()
+        with seeded(torch.device("mps"), 7):
+            assert calls == [7]
+            assert torch.rand(3).equal(torch.rand(3, generator=torch.Generator().manual_seed(7)))
+        assert calls == [7, [1, 2, 3]]
         assert torch.get_rng_state().equal(before)
 
     def test_afterwards_the_student_is_in_evaluation_mode_also_after_an_exception(self) -> None:

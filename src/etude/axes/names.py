@@ -37,7 +37,6 @@ class Gives(StrEnum):
 
     SAMPLED_LOGPROBS = "sampled_logprobs"  # log-probability of each completion id
     HIDDEN_STATES = "hidden_states"  # last hidden states, with the head kept beside: exact full vocabulary
-    NEXT_TOKEN_LOGPROBS = "next_token_logprobs"  # takes part in decoding
     LABELS = "labels"  # the one-hot teacher: the row's own ids are the mark
     REWARDS = "rewards"  # the verifier: one number for the whole row
 

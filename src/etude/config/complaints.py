@@ -46,6 +46,8 @@ EXPECTED: Mapping[str, str] = {
 def sentence(error: ValidationError, where: Callable[[str], str]) -> str:
     """The first thing to mend; `where` names the layer that set a key."""
     details = [detail for detail in error.errors() if detail["type"] != "default_factory_not_called"]
+    # Of a number or a table, and a table was written: what is wrong is in the table, if anything is said of it.
+    details = [detail for detail in details if not _is_other_arm(detail)] or details
     first = min(details, key=lambda detail: not _is_unknown_key(detail))  # min keeps the order among equals
     key, field = _locate(first["loc"])
     if _is_unknown_key(first):
@@ -74,6 +76,10 @@ def _is_unknown_key(detail: ErrorDetails) -> bool:
     return detail["type"] == "extra_forbidden" or detail["loc"][-1:] == ("[key]",)
 
 
+def _is_other_arm(detail: ErrorDetails) -> bool:
+    return detail["loc"][-1:] in (("float",), ("int",)) and is_table(detail["input"])
+
+
 def _locate(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
     """The dotted key and its field; what pydantic appends about unions and dictionary keys is left off."""
     parts: list[str] = []
@@ -82,6 +88,8 @@ def _locate(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
     for part in location:
         if isinstance(part, int):
             parts.append(str(part))
+        elif noun is not None and (part in ("float", "int") or noun.__name__ in part):
+            continue  # one arm of a union
         elif noun is not None:
             parts.append(part)
             field = noun.model_fields.get(part)

@@ -25,7 +25,7 @@ from etude.axes.legality import Point, Rule, require_legal
 from etude.config.complaints import nearest, sentence
 from etude.config.draft import COMMAND_LINE, Draft, Setting, parse_override, without_stage
 from etude.config.methods import METHODS
-from etude.config.noun import fields_below, spelled
+from etude.config.noun import fields_below, noun_within, spelled
 from etude.config.plain import is_array, is_table, leaves
 from etude.config.schema import Recipe
 from etude.config.stages import (
@@ -38,7 +38,9 @@ from etude.config.stages import (
     split_stages,
     validated,
 )
+from etude.config.tables.ramp import RampConfig
 from etude.config.tables.stages import UNNAMED, StageConfig
+from etude.config.tables.training import TrainConfig
 from etude.config.write import dump_toml
 from etude.errors import LegalityError, RecipeError
 
@@ -47,6 +49,9 @@ __all__ = ["Setting", "dump_toml", "explain", "load_recipe", "shipped_recipes", 
 SHIPPED_FOLDER = Path(__file__).parent.parent / "recipes"
 
 TEXT_KEYS = frozenset(key for key, field in fields_below(Recipe) if cast(object, field.annotation) in (str, str | None))
+
+RAMP_KEYS = frozenset(key for key, field in fields_below(Recipe) if noun_within(field.annotation) is RampConfig)
+STEPS_KEY = "train.steps"
 
 RecipeSource = str | Path | Mapping[str, Any]
 
@@ -109,13 +114,14 @@ def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Calla
     draft.lay({} if "name" in draft.settings else {"name": name}, "default", folder)
     whole, said = split_stages(draft)
     stages: Mapping[str, Any] = {"stages": [StageConfig.model_construct() for _ in said]} if said else {}
+    ended = _with_ends(whole)  # not in the whole itself: a stage has its own steps
     try:
-        recipe = Recipe.model_validate(whole.table | stages)
+        recipe = Recipe.model_validate(ended.table | stages)
     except ValidationError as error:
         raise RecipeError(sentence(error, lambda key: draft.origin(key) or label)) from None
     if not said:
         _require_legal(recipe, label)
-        return recipe, draft.origin
+        return recipe, ended.origin
     read = [_stage(whole, part, f"stages.{place}", label) for place, part in enumerate(said)]
     require_effect(whole, [part for _, part in read])
     recipe = recipe.model_copy(update={"stages": tuple(as_stage(stage) for stage, _ in read)})
@@ -123,7 +129,7 @@ def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Calla
     def origin_of(key: str) -> str | None:
         match = STAGE_KEY.fullmatch(key)
         if match is None:
-            return draft.origin(key)
+            return ended.origin(key)
         part = read[int(match[1])][1]
         return "the recipe's" if is_inherited(part, whole, match[2]) else part.origin(match[2])
 
@@ -138,12 +144,30 @@ def _stage(whole: Draft, said: Draft, where: str, label: str) -> tuple[Recipe, D
     draft = laid_over(whole, said, method, f"method {recipe_method.value}" if recipe_method else None)
     if "name" not in draft.settings:
         draft.put(Setting("name", named.value if named else UNNAMED, "default"))
+    draft = _with_ends(draft)
     try:
         recipe = validated(draft, whole)
     except ValidationError as error:
         raise RecipeError(sentence(error, lambda key: f"{draft.origin(key) or label}: {where}")) from None
     _require_legal(recipe, f"{label}: {where}")
     return recipe, draft
+
+
+def _with_ends(draft: Draft) -> Draft:
+    """The same where each number that moves with the step and does not say where it ends does so with the run.
+
+    A jump has no end to be guessed, and steps that are no number are the schema's to complain of.
+    """
+    said = draft.settings.get(STEPS_KEY)
+    sound = said is not None and type(said.value) is int and said.value > 0
+    steps = said.value if said and sound else TrainConfig.model_fields["steps"].default
+    ended = Draft(dict(draft.settings))
+    for ramp in {key.rpartition(".")[0] for key in draft.settings}:
+        kind = draft.settings.get(f"{ramp}.kind")
+        is_ramp = re.sub(r"\.\d+\.", ".0.", ramp) in RAMP_KEYS
+        if is_ramp and not draft.has(f"{ramp}.last") and not (kind and kind.value == "step"):
+            ended.put(Setting(f"{ramp}.last", steps, STEPS_KEY))
+    return ended
 
 
 def _require_legal(recipe: Recipe, label: str) -> None:

@@ -128,11 +128,11 @@ _ROWS = (
         "imitkd",
         "imitation: rows from the data at first, more and more of them from the student, forward KL",
         {
-            "sampler": {"student_fraction": {"start": 0.0, "end": 1.0, "kind": "linear", "first": 0, "last": 200}},
+            "sampler": {"student_fraction": {"start": 0.0, "end": 1.0, "kind": "linear", "first": 0}},
             "terms": [_term("forward_kl")],
         },
         "Lin et al. (2020), arXiv 2009.07253",
-        "The step at which the student writes everything is ours: set student_fraction.last to your train.steps. The "
+        "The pace is ours: the student writes everything when the run ends, or from student_fraction.last on. The "
         "paper lets the data's share decay and also trains on the teacher's likeliest token alone.",
     ),
     Method(
@@ -183,14 +183,14 @@ _ROWS = (
                 "student_fraction": 0.0,
                 "adaptive": {"rise": 0.1, "tolerance": 0.1},
                 "mix": "batch",
-                "replay_fraction": {"start": 0.0, "end": 1.0, "kind": "linear", "first": 0, "last": 200},
+                "replay_fraction": {"start": 0.0, "end": 1.0, "kind": "linear", "first": 0},
                 "replay_capacity": 1000,
             },
             "terms": [_term("skew_reverse_kl", alpha=0.1)],
         },
         "Ko et al. (2024), arXiv 2402.03898",
         "Published: start 0, rise 0.1, tolerance 0.1, capacity 1000, alpha 0.1, one coin a batch, and replay that is "
-        "all at the last step: set replay_fraction.last to your train.steps. The paper watches the cross-entropy on "
+        "all when the run ends (replay_fraction.last sets another step). The paper watches the cross-entropy on "
         "held-out completions of the data; here heldout/reverse_kl is watched, on the student's own samples. Its code "
         "replays once the store is full, here as soon as there is anything. Its other divergence: skew_forward_kl with "
         "alpha 0.1.",
@@ -305,13 +305,11 @@ _ROWS = (
         "only the beginning of each answer is trained, more of it as training goes on",
         {
             "sampler": {"student_fraction": 1.0},
-            "terms": [
-                _term("reverse_kl", first_tokens={"start": 32, "end": 256, "kind": "linear", "first": 0, "last": 200})
-            ],
+            "terms": [_term("reverse_kl", first_tokens={"start": 32, "end": 256, "kind": "linear", "first": 0})],
         },
         "arXiv 2602.15260",
-        "Start, end and pace are ours: end at your max_new_tokens. The paper also stops writing at the horizon, where "
-        "its time is saved; here rows are written to their end.",
+        "Start, end and pace are ours: end at your max_new_tokens, when the run ends or from first_tokens.last on. The "
+        "paper also stops writing at the horizon, where its time is saved; here rows are written to their end.",
     ),
     Method(
         "supervised-kd",

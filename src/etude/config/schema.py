@@ -48,7 +48,8 @@ class Recipe(Noun):
     )
     reference: ReferenceConfig | None = Field(
         default=None,
-        description="What a term stays near or extrapolates from. Left out: the student as it begins, where one asks.",
+        description="What a term stays near or extrapolates from. Left out: the student as the run, or the stage, "
+        "begins, where a term asks.",
     )
     data: DataConfig = Field(description="Where prompts come from.")
     sampler: SamplerConfig = Field(default=SamplerConfig(), description="Who writes.")

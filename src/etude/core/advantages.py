@@ -4,7 +4,13 @@ Of one row alone, except where a term asks for the mean or deviation of the roun
 round's most informative tokens: those are found over every row of every rank, so that neither micro-batches nor ranks
 change them. Each term's advantages are made of its own rewards or log-ratios alone, so that whitening never sees the
 sum of two terms. All of it is detached.
-`Objective.prepare` calls it; what needs logits as they are in a step belongs to `core.tile`.
+
+The order is the same for every baseline: return, baseline off it, whitening, clip, and last the weight of disagreement,
+which therefore lies among the weights and not in the advantage; a baseline that needs logits is taken off, and the
+clip made, in `core.tile`. A return counts the tokens that the term may train, which is its stretch of the row: a
+horizon makes it the divergence of the prefix, in which no later token has a part. Tokens *chosen* among those
+(`entropy_share`, `teacher_entropy`) are the ones that move, and each answers for the whole stretch; a reward belongs to
+the row, whatever stretch of it is trained. `Objective.prepare` calls it.
 
 Legend: C completion tokens of a row, J terms, R rows of this rank, G questions of the round.
 """
@@ -36,6 +42,8 @@ def prepare(
 ) -> list[Scored]:
     """Every row with weights [J, C], advantages [J, C] and the number of tokens [J] each term chose from.
 
+    Weights say which tokens are trained (not 0), what the reduction makes of them, and what their disagreement weighs.
+
     Args:
         terms: of the objective.
         scored: this rank's rows of the round.
@@ -51,24 +59,21 @@ def prepare(
     # Before tokens are chosen: which rows are compared does not depend on what is worth training in them.
     rewards = [_rewards(term, scored, [of_row[j] for of_row in masks], total, gather) for j, term in enumerate(terms)]
     candidates = [torch.tensor([int(mask_C.sum()) for mask_C in of_row]) for of_row in masks]
-    for j, term in enumerate(terms):
-        if term.chooses:
-            _choose(term, scored, [of_row[j] for of_row in masks], gather)
+    # Before tokens are chosen as well: a chosen token answers for all that follow in the term's stretch of the row.
     advantages = [
         [_returns(term, row, mask_C, rewards[j][r]) for j, (term, mask_C) in enumerate(zip(terms, of_row, strict=True))]
         for r, (row, of_row) in enumerate(zip(scored, masks, strict=True))
     ]
     for j, term in enumerate(terms):
+        if term.chooses:
+            _choose(term, scored, [of_row[j] for of_row in masks], gather)
+    for j, term in enumerate(terms):
         if term.round_moments_needed:
             _centre(term, [of_row[j] for of_row in advantages], [of_row[j] for of_row in masks], total)
     return [
         row.with_prepared(
-            weights=torch.stack(
-                [row_weights(mask_C, term.reduction) for term, mask_C in zip(terms, of_row, strict=True)]
-            ),
-            advantages=torch.stack(
-                [_shaped(*each, row) for each in zip(terms, values, of_row, strict=True)],
-            ),
+            weights=torch.stack([_weights(term, row, mask_C) for term, mask_C in zip(terms, of_row, strict=True)]),
+            advantages=torch.stack([_clipped(*each) for each in zip(terms, values, of_row, strict=True)]),
             candidates=candidates_J,
         )
         for row, of_row, values, candidates_J in zip(scored, masks, advantages, candidates, strict=True)
@@ -210,18 +215,18 @@ def _reward(term: Term, row: Scored) -> float:
 
 
 def _returns(term: Term, row: Scored, mask_C: Tensor, reward: float) -> Tensor:
-    """[C] returns of r = -c over the tokens the student wrote, or of a reward at the row's end; zero where idle."""
+    """[C] returns of r = -c over the tokens the term may train, or of a reward at the row's end; zero where idle."""
     if not (term.rewards_needed and bool(mask_C.any())):
         return torch.zeros(mask_C.shape)
     if term.teacher == REWARD:
         rewards_C = torch.zeros(mask_C.shape)
         rewards_C[-1] = reward  # at the end, whoever wrote the last token
-    else:
-        rewards_C = -log_ratios(term, row)
-        if row.rollout.written is not None:  # what a tool wrote earns nothing
-            rewards_C = torch.where(row.rollout.written, rewards_C, 0.0)
+        counted_C = row.rollout.written
+    else:  # what a tool wrote, what is skipped and what lies beyond the horizon earns nothing
+        rewards_C = torch.where(mask_C, -log_ratios(term, row), 0.0)
+        counted_C = mask_C
     returns_C = estimators.returns(rewards_C, term.discount)
-    return estimators.length_normalised(returns_C, row.rollout.written) if term.length_normalise else returns_C
+    return estimators.length_normalised(returns_C, counted_C) if term.length_normalise else returns_C
 
 
 def _centre(term: Term, values: list[Tensor], masks: list[Tensor], total: Total) -> None:
@@ -236,13 +241,18 @@ def _centre(term: Term, values: list[Tensor], masks: list[Tensor], total: Total)
         values_C.copy_(centred)
 
 
-def _shaped(term: Term, values_C: Tensor, mask_C: Tensor, row: Scored) -> Tensor:
-    """Clipped and weighed, the last two things that happen to an advantage."""
+def _clipped(term: Term, values_C: Tensor, mask_C: Tensor) -> Tensor:
+    """The last thing that happens to an advantage; where the tile takes a baseline off, it clips afterwards."""
     if not (term.rewards_needed and bool(mask_C.any())):
         return torch.zeros_like(values_C)
-    if term.advantage_clip is not None and term.baseline is not Baseline.STATE_KL:  # there the tile clips
+    if term.advantage_clip is not None and term.baseline is not Baseline.STATE_KL:
         values_C = estimators.clip_advantages(values_C, term.advantage_clip)
-    if term.disagreement_weight is not None:
-        c_C = log_ratios(term, row)
-        values_C = values_C * disagreement_weights(c_C, largest=term.disagreement_weight, mask_C=mask_C)
     return values_C
+
+
+def _weights(term: Term, row: Scored, mask_C: Tensor) -> Tensor:
+    """[C] what the reduction says, times what the disagreement says: every estimator is in proportion to advantages."""
+    weights_C = row_weights(mask_C, term.reduction)
+    if term.disagreement_weight is None or not bool(mask_C.any()):
+        return weights_C
+    return weights_C * disagreement_weights(log_ratios(term, row), largest=term.disagreement_weight, mask_C=mask_C)

@@ -18,6 +18,10 @@ from etude.core.divergences import LOG_OF_ZERO
 # Share of the mean square below which a variance is rounding: float32 values resolve 1e-7 of themselves, squared 1e-14.
 VARIANCE_OF_ROUNDING = 1e-12
 
+# Least deviation that whitening divides by, as a share of the root mean square. A log-ratio is a difference of float32
+# log-probabilities of some ten nats, good to 1e-6: ratios of a hundredth of a nat differ by that share for nothing.
+LEAST_DEVIATION = 1e-4
+
 
 def _in_float32(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(torch.float32, values.dtype))
@@ -77,7 +81,7 @@ def returns(rewards_C: Tensor, discount: float) -> Tensor:
     return rewards_C.new_tensor(rewards)
 
 
-def length_normalised(returns_C: Tensor, written_C: Tensor | None = None) -> Tensor:
+def length_normalised(returns_C: Tensor, counted_C: Tensor | None = None) -> Tensor:
     """[C] each return of one row divided by the number of tokens from it to the end: R_t / (C - t).
 
     With discount 1 that is the mean of the remaining rewards, so that early tokens do not weigh more for being early:
@@ -86,7 +90,7 @@ def length_normalised(returns_C: Tensor, written_C: Tensor | None = None) -> Ten
         >>> length_normalised(returns(-c, 1.0))
         tensor([-0.2310, -0.3466,  0.6931])
 
-    `written_C` [C] bool counts the student's own tokens alone, as what a tool wrote earns nothing:
+    `counted_C` [C] bool counts those tokens alone, as what a tool wrote earns nothing:
 
         >>> length_normalised(torch.tensor([3.0, 1.0, 1.0]), torch.tensor([True, False, True]))
         tensor([1.5000, 1.0000, 1.0000])
@@ -94,9 +98,9 @@ def length_normalised(returns_C: Tensor, written_C: Tensor | None = None) -> Ten
     Reference: Gu et al. 2023 (MiniLLM), section 2.2, "length normalization".
     """
     returns_C = _in_float32(returns_C)
-    counted_C = torch.ones_like(returns_C) if written_C is None else written_C.to(returns_C.dtype)
-    remaining_C = counted_C.flip(0).cumsum(0).flip(0)
-    return returns_C / remaining_C.clamp(min=1)  # behind the student's last token there is nothing to divide
+    ones_C = torch.ones_like(returns_C) if counted_C is None else counted_C.to(returns_C.dtype)
+    remaining_C = ones_C.flip(0).cumsum(0).flip(0)
+    return returns_C / remaining_C.clamp(min=1)  # behind the last counted token there is nothing to divide
 
 
 # Advantages -------------------------------------------------------------------------------------------------------
@@ -125,10 +129,15 @@ def moment_sums(values_C: Tensor, mask_C: Tensor) -> Tensor:
 def from_sums(sums: Tensor) -> tuple[float, float]:
     """Mean and standard deviation (divided by the count) of everything that was added up.
 
-    A standard deviation too small to be told from rounding is 0.
+    The deviation is one to divide by: `LEAST_DEVIATION` of the root mean square where it is less, so that values which
+    all but agree are not blown up to the size of ones that do not, and 0 where rounding alone tells them apart.
 
-        >>> from_sums(moment_sums(torch.tensor([1.0, 3.0]), torch.tensor([True, True])))
+        >>> both = torch.tensor([True, True])
+        >>> from_sums(moment_sums(torch.tensor([1.0, 3.0]), both))
         (2.0, 1.0)
+        >>> mean, std = from_sums(moment_sums(torch.tensor([1.0, 1.00002]), both))
+        >>> round(std, 7)  # itself 0.00001
+        0.0001
 
     Raises:
         ValueError: nothing was counted.
@@ -138,7 +147,9 @@ def from_sums(sums: Tensor) -> tuple[float, float]:
         raise ValueError(f"the sums count {count:g} values; a mean needs at least one")
     mean, mean_square = total / count, squares / count
     variance = mean_square - mean * mean
-    return mean, 0.0 if variance <= VARIANCE_OF_ROUNDING * mean_square else variance**0.5
+    if variance <= VARIANCE_OF_ROUNDING * mean_square:
+        return mean, 0.0
+    return mean, max(variance, LEAST_DEVIATION**2 * mean_square) ** 0.5
 
 
 def whitened(values: Tensor, mean: float, std: float) -> Tensor:
@@ -235,8 +246,8 @@ def group_sums(rewards_R: Tensor, groups_R: Tensor, num_groups: int) -> Tensor:
 def group_moments(sums_3G: Tensor) -> tuple[Tensor, Tensor]:
     """[G] mean and [G] standard deviation of each group's rewards, as `group_advantages` has them.
 
-    The standard deviation is the sample's; it is 0 where there are fewer than two rows, or none to be told from
-    rounding.
+    The standard deviation is the sample's, with `from_sums`'s least size; it is 0 where there are fewer than two rows,
+    or none to be told from rounding.
 
         >>> group_moments(group_sums(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 2]), 3))
         (tensor([2., 0., 5.], dtype=torch.float64), tensor([1.4142, 0.0000, 0.0000], dtype=torch.float64))
@@ -245,7 +256,8 @@ def group_moments(sums_3G: Tensor) -> tuple[Tensor, Tensor]:
     mean_G = totals_G / counts_G.clamp(min=1)
     spread_G = squares_G - totals_G * mean_G
     spread_G = torch.where(spread_G <= VARIANCE_OF_ROUNDING * squares_G, 0.0, spread_G)
-    return mean_G, (spread_G / (counts_G - 1).clamp(min=1)).sqrt()
+    least_G = torch.where(spread_G > 0, LEAST_DEVIATION**2 * squares_G, 0.0)
+    return mean_G, (torch.maximum(spread_G, least_G) / (counts_G - 1).clamp(min=1)).sqrt()
 
 
 # Importance -------------------------------------------------------------------------------------------------------

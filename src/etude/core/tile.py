@@ -56,7 +56,7 @@ def mark(term: Term, divergence: DivergenceFn, tile: Tile, advantages_n: Tensor)
     """One term on one tile.
 
     Raises:
-        PairError: its teacher did not give what it needs.
+        PairError: its teacher did not give what it needs, or the vocabulary is smaller than its top_k.
     """
     marks = _marks(term, divergence, tile, advantages_n)
     if term.teacher_entropy is None:
@@ -103,7 +103,9 @@ def _top_k(term: Term, divergence: DivergenceFn, tile: Tile) -> Marks:
     assert term.owner is not None
     assert term.tail is not None
     teacher_nV = _target(term, tile)
-    k = min(term.top_k, teacher_nV.shape[-1])
+    k, vocab_size = term.top_k, teacher_nV.shape[-1]
+    if k > vocab_size:
+        raise PairError(f"term '{term.name}' keeps {k} ids a side and there are {vocab_size}; lower its top_k")
     tops = {"student_top_nk": support.top_ids(tile.student_nV, k), "teacher_top_nk": support.top_ids(teacher_nV, k)}
     ids_nK = support.kept_ids(**tops, owner=term.owner)
     sampled = term.tail is Tail.SAMPLED

@@ -33,6 +33,7 @@ from etude.recipes.data import Data, read_data
 from etude.recipes.devices import Device, choose_device, choose_threads
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
+from etude.text.vocabulary import real_vocabulary
 from etude.training.evaluation import Evaluation
 from etude.training.learner import Learner
 from etude.training.loop import Parts
@@ -42,8 +43,10 @@ from etude.training.state import Saver
 TEACHER = "teacher"  # the name terms know the model of [teacher] by
 
 
-def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage: int = 0) -> Parts:
-    """Everything a run, or its stage of this index, is made of.
+def build(
+    recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage: int = 0, start: Path | None = None
+) -> Parts:
+    """Everything a run, or its stage of this index, is made of; `start` holds the student that the stage begins with.
 
     Raises:
         UsageError: something does not fit; the sentence says what, where and what to do.
@@ -53,9 +56,10 @@ def build(recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage
     require_rows(recipe, world)
     device = choose_device(recipe, world)
     data = read_data(recipe)
+    require_ids(recipe, data)
     student = load_student(recipe, device)
     teacher = load_teacher(recipe, device)
-    reference = load_reference(recipe, device) if REFERENCE in objective.teachers else None
+    reference = load_reference(recipe, device, start) if REFERENCE in objective.teachers else None
     frozen = {model.name: model for model in (teacher, reference) if model is not None}
     choose_threads(recipe.device.threads, num_parameters(student, *frozen.values()))
     settings = sampling_settings(recipe, data.stop_ids)
@@ -128,6 +132,17 @@ def require_rows(recipe: Recipe, world: World) -> None:
         )
 
 
+def require_ids(recipe: Recipe, data: Data) -> None:
+    """No term keeps more ids than there are: it would be the whole vocabulary under another name."""
+    vocab_size = real_vocabulary(data.tokenizer)
+    for place, term in enumerate(recipe.terms):
+        if term.top_k is not None and term.top_k > vocab_size:
+            raise RecipeError(
+                f'terms.{place} ("{term.name}") has top_k = {term.top_k} and the vocabulary {vocab_size} ids; lower '
+                'top_k, or write support = "full"'
+            )
+
+
 def facts_of(settings: SamplingSettings, device: Device, data: Data) -> dict[str, object]:
     """What the recipe left open and this run decided or found: kept with each checkpoint."""
     return {
@@ -152,12 +167,18 @@ def load_student(recipe: Recipe, device: Device) -> Student:
         compute_dtype=device.compute_dtype,
         device=device.name,
         keep_layers=config.keep_layers,
-        lora=None if config.lora is None else LoraSettings(**config.lora.model_dump(), seed=recipe.seed),
+        lora=adapters_of(recipe),
         activation_checkpointing=config.activation_checkpointing,
         dropout=config.dropout,
         trust_remote_code=config.trust_remote_code,
     )
     return Student(backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
+
+
+def adapters_of(recipe: Recipe) -> LoraSettings | None:
+    """What [student.lora] puts on; None: all weights are trained."""
+    lora = recipe.student.lora
+    return None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed)
 
 
 def load_teacher(recipe: Recipe, device: Device) -> FrozenTeacher | None:
@@ -171,16 +192,23 @@ def load_teacher(recipe: Recipe, device: Device) -> FrozenTeacher | None:
     return FrozenTeacher(TEACHER, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
 
 
-def load_reference(recipe: Recipe, device: Device) -> FrozenTeacher:
-    """The frozen model of [reference]; where it is left out, the student as it begins, without new adapters."""
+def load_reference(recipe: Recipe, device: Device, start: Path | None) -> FrozenTeacher:
+    """The frozen model of [reference]; where it is left out, the student as the run, or its stage, begins.
+
+    That is the model of [student] before new adapters, which change nothing yet, or with the weights or adapters of
+    `start`, taken as the student takes them: the last checkpoint of the stage before, the same at every resume.
+    """
     config = recipe.reference
     backbone = load_backbone(
         config.model if config else recipe.student.model,
         dtype=config.dtype if config and config.dtype != "auto" else device.compute_dtype,
         device=device.name,
         keep_layers=None if config else recipe.student.keep_layers,
+        lora=None if config or start is None else adapters_of(recipe),
         trust_remote_code=config.trust_remote_code if config else recipe.student.trust_remote_code,
     )
+    if config is None and start is not None:
+        backbone.restore(start)
     return FrozenTeacher(REFERENCE, backbone, tokens_per_batch=recipe.train.tokens_per_micro_batch)
 
 

@@ -23,7 +23,15 @@ import torch
 from etude import errors
 from etude.config.schema import Recipe
 from etude.errors import CheckpointError, EtudeError, RecipeError
-from etude.recipes.build import build, gives_of, objective_of, require_gives, require_rows, sampling_settings
+from etude.recipes.build import (
+    build,
+    gives_of,
+    objective_of,
+    require_gives,
+    require_ids,
+    require_rows,
+    sampling_settings,
+)
 from etude.recipes.data import read_data
 from etude.recipes.devices import choose_device
 from etude.recipes.folder import STAGE_FACT, SUMMARY_FILE, begin, require_places, write_json
@@ -157,7 +165,8 @@ def _run(recipe: Recipe, fresh: bool, world: World, tracker: Tracker, stage: _St
     folder = Path(recipe.output)
     state = None if fresh else _finished(recipe)
     if state is None:
-        parts = build(recipe, folder=folder, world=world, tracker=tracker, stage=stage.place if stage else 0)
+        place, start = (stage.place, stage.start) if stage else (0, None)
+        parts = build(recipe, folder=folder, world=world, tracker=tracker, stage=place, start=start)
         if world.is_main:
             facts = dict(parts.saver.info)
             if stage is not None:
@@ -165,7 +174,7 @@ def _run(recipe: Recipe, fresh: bool, world: World, tracker: Tracker, stage: _St
                 facts[STAGE_FACT] = stage.place
             begin(folder, recipe, fresh, facts)
         world.barrier()
-        state = _go_on(parts, stage.start if stage else None)
+        state = _go_on(parts, start)
     student = CheckpointStore(folder / CHECKPOINTS_FOLDER).path_of(state.step) / STUDENT_FOLDER
     summary = Summary(str(folder), str(student), state.step, state.seconds, state.before, state.after)
     if world.is_main:
@@ -260,6 +269,7 @@ def _check(recipe: Recipe, world: World) -> str:
     require_gives(objective, gives_of(recipe))
     choose_device(recipe, world)
     data = read_data(recipe)
+    require_ids(recipe, data)
     lines = [
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
         f"sampling: {sampling_settings(recipe, data.stop_ids).describe()}",

@@ -21,12 +21,16 @@ from etude.core.collate import collate
 from etude.core.linear import OutputHead
 from etude.core.objective import Objective
 from etude.core.records import Batch, Scored
+from etude.core.term import ALL_SOURCES, Term
 from etude.errors import NonFiniteError, RecipeError
 from etude.models.forward import batches_by_length
 from etude.models.roles import AbstractBackbone, AbstractStudent
 from etude.runtime.seeds import derive
 from etude.runtime.world import World
 from etude.training.stages import Plan
+
+# How a generator's state is read, how it is put back, and how it is seeded.
+_Generator = tuple[Callable[[], Tensor], Callable[[Tensor], object], Callable[[int], object]]
 
 MAX_SKIPPED_IN_A_ROW = 3  # a run whose steps keep being non-finite is stopped rather than idled
 MAX_EMPTY_ROUNDS = 3  # and so is one whose rounds keep having nothing to train; one of them may be chance
@@ -141,7 +145,7 @@ class Learner:
             sums_M = self.world.sum(self._accumulate(rows, scales_J, number, spare))
             norm, skipped = self._clip_and_step()
         else:  # with a gradient of zero the optimiser would still move the weights, by momentum and decay
-            self._count_empty()
+            self._count_empty(rows, number)
             sums_M = torch.zeros(len(self.objective.metric_names), dtype=torch.float64)
             norm, skipped = 0.0, True
         metrics = self.objective.summarise(sums_M) | {
@@ -175,21 +179,10 @@ class Learner:
             self._module.eval()
         return sums_M
 
-    @contextmanager
-    def _dropout_of(self, number: int, micro_batch: int) -> Iterator[None]:
-        """Dropout draws from torch's global generator; here it depends on the place in the run, not on the past."""
-        device = self.student.backbone.device
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index])
-        states = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(derive(self.seed, "dropout", self.plan.stage, number, micro_batch, self.world.rank))
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+    def _dropout_of(self, number: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Dropout depends on the place in the run, not on the past."""
+        place = derive(self.seed, "dropout", self.plan.stage, number, micro_batch, self.world.rank)
+        return seeded(self.student.backbone.device, place)
 
     def _unsynchronised(self) -> AbstractContextManager[Any]:
         """Gradients of all micro-batches but the last stay on their rank."""
@@ -210,13 +203,15 @@ class Learner:
         self._count_skipped(skipped, norm)
         return norm, skipped
 
-    def _count_empty(self) -> None:
+    def _count_empty(self, rows: Sequence[Scored], number: int) -> None:
         self.empty_in_a_row += 1
         if self.empty_in_a_row >= min(MAX_EMPTY_ROUNDS * self.plan.steps_per_round, self.plan.steps):
+            found = self.world.gather_objects([_found(row) for row in rows])
+            first_step = self.plan.first_step(self.plan.round_of(number))
+            left_out = (f"term '{term.name}' has {_leaving_out(term, first_step)}" for term in self.objective.terms)
             raise RecipeError(
-                f"no token was trained in {self.empty_in_a_row} steps in a row: each of their rows was cut at "
-                "sampler.max_new_tokens with train_truncated = false, or written by somebody no term names in its "
-                "sources; raise max_new_tokens, train cut rows as well, or name who writes"
+                f"no token was trained in {self.empty_in_a_row} steps in a row; the last one had {_in_words(found)}, "
+                f"and {'; '.join(left_out)}: change what leaves all of them out"
             )
 
     def _count_skipped(self, skipped: bool, norm: float) -> None:
@@ -228,6 +223,57 @@ class Learner:
                 f"the gradient norm was {norm} in {self.skipped_in_a_row} steps in a row; weights are as they were "
                 'before the first of them; lower optim.learning_rate or use compute_dtype = "float32"'
             )
+
+
+def _found(row: Scored) -> tuple[int, bool, str]:
+    """Of a row what decides whether any of it is trained: tokens, whether it was cut, and who wrote it."""
+    return row.rollout.num_completion_tokens, row.rollout.truncated, str(row.rollout.source)
+
+
+def _in_words(found: Sequence[tuple[int, bool, str]]) -> str:
+    writers = ", ".join(sorted({writer for *_, writer in found})) or "nobody"
+    longest, cut = max((length for length, *_ in found), default=0), sum(cut for _, cut, _ in found)
+    return f"{len(found)} rows by {writers}, the longest of {longest} tokens, {cut} of them cut at max_new_tokens"
+
+
+def _leaving_out(term: Term, first_step: int) -> str:
+    """The settings by which a term may train nothing of a row, as a recipe spells them.
+
+    `teacher_entropy` is none of them: what its gate shuts out is counted all the same.
+    """
+    sources = ", ".join(f'"{source}"' for source in sorted(term.sources))
+    said = {
+        f"sources = [{sources}]": term.sources != ALL_SOURCES,
+        "train_truncated = false": not term.train_truncated,
+        f"skip_first = {term.skip_first}": term.skip_first > 0,
+        f"first_tokens = {term.horizon_at(first_step)}": term.first_tokens is not None,
+        f"entropy_share = {term.entropy_share}": term.entropy_share is not None,
+        f"confident_wrong_share = {term.confident_wrong_share}": term.confident_wrong_share is not None,
+    }
+    return ", ".join(key for key, holds in said.items() if holds) or "nothing to train in what a tool wrote"
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Random numbers drawn inside, on the CPU and this device, follow from the seed; outside nobody notices.
+
+    Dropout draws from torch's own generators, one for each device. That of mps is reached through its module alone.
+    """
+    cpu = torch.default_generator
+    ways: list[_Generator] = [(cpu.get_state, cpu.set_state, cpu.manual_seed)]
+    if device.type == "cuda":
+        card = torch.cuda.default_generators[device.index]
+        ways.append((card.get_state, card.set_state, card.manual_seed))
+    if device.type == "mps":
+        ways.append((torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed))
+    states = [get() for get, _, _ in ways]
+    for _, _, begin in ways:
+        begin(seed)
+    try:
+        yield
+    finally:
+        for (_, put_back, _), state in zip(ways, states, strict=True):
+            put_back(state)
 
 
 def without_weight(row: Scored) -> Scored:

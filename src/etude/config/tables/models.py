@@ -84,7 +84,10 @@ class TeacherConfig(Noun):
 
 
 class ReferenceConfig(Noun):
-    """`[reference]`: what a term stays near, or extrapolates away from; frozen. Left out: the student as it begins."""
+    """`[reference]`: what a term stays near, or extrapolates away from; frozen.
+
+    Left out: the student as the run begins, in a stage the student as that stage does.
+    """
 
     model: str = Field(description="A name on the hub, a folder, or a shipped model (etude:maze-student).")
     dtype: Precision = Field(default="auto", description="Of weights and products. auto: the student's compute_dtype.")

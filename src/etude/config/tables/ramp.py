@@ -11,7 +11,10 @@ from etude.config.noun import Noun
 
 
 class RampConfig(Noun):
-    """A number that moves with the step: `start` up to step `first`, `end` from step `last` on."""
+    """A number that moves with the step: `start` up to step `first`, `end` from step `last` on.
+
+    A recipe that leaves `last` out means its own end; `etude.config.load` knows how many steps there are and fills it.
+    """
 
     start: float = Field(description="The value at first.")
     end: float = Field(description="The value at last.")
@@ -19,7 +22,12 @@ class RampConfig(Noun):
         default="linear", description="How it goes from one to the other."
     )
     first: int = Field(default=0, ge=0, description="Optimiser step at which it begins to move; not for step.")
-    last: int = Field(ge=1, description="Optimiser step from which on it is at its end.")
+    last: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimiser step from which on it is at its end. Left out: train.steps, of the recipe or the stage; "
+        "a step must be told.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -59,7 +59,9 @@ class TermConfig(Noun):
         description="How much of the vocabulary is compared: all of it, the likeliest ids, or only the drawn token.",
     )
     top_k: Annotated[int | None, replace(_OF_TOP_K, default=64)] = Field(
-        default=None, ge=1, description="Ids kept a side. 64: what trainers with top-k losses ship."
+        default=None,
+        ge=1,
+        description="Ids kept a side, at most all. 64: what trainers with top-k losses ship.",
     )
     owner: Annotated[Word[Owner] | None, replace(_OF_TOP_K, default=Owner.TEACHER)] = Field(
         default=None, description="Whose likeliest ids are kept: the teacher's, the student's, or the union of both."
@@ -128,8 +130,8 @@ class TermConfig(Noun):
         default=0.0,
         ge=0,
         le=1,
-        description="Weight of each later token in a token's return. 0: a token answers for itself. 1: for all "
-        "that follows, the default for a reward.",
+        description="Weight of each later token in a token's return. 0: a token answers for itself. 1: for all that "
+        "follows within first_tokens, and in a tool's text for nothing; the default for a reward, which is the row's.",
     )
     length_normalise: Annotated[bool, _OF_POLICY_GRADIENT] = Field(
         default=False, description="Divide each return by the tokens it reaches over, as MiniLLM (2023) does."
@@ -141,7 +143,8 @@ class TermConfig(Noun):
     )
     whiten: Annotated[bool, _OF_POLICY_GRADIENT] = Field(
         default=False,
-        description="Bring the round's returns (baseline group: each group's rewards) to mean 0 and deviation 1.",
+        description="Bring the round's returns (baseline group: each group's rewards) to mean 0 and deviation 1; less "
+        "where they agree to a ten-thousandth of their size.",
     )
     advantage_clip: Annotated[float | None, _OF_POLICY_GRADIENT] = Field(
         default=None, gt=0, description="Largest size of an advantage, in nats. Left out: as they are."
@@ -149,7 +152,8 @@ class TermConfig(Noun):
     disagreement_weight: Annotated[float | None, _OF_POLICY_GRADIENT] = Field(
         default=None,
         gt=1,
-        description="Weight of a row's first token, falling to 1 as disagreement adds up; 1.5 in IW-OPD. Left out: 1.",
+        description="Weight of a row's first token, falling to 1 as disagreement adds up, on top of the clip; 1.5 in "
+        "IW-OPD. Left out: 1.",
     )
     importance: Annotated[Word[Importance], replace(_OF_POLICY_GRADIENT, default=Importance.RATIO)] = Field(
         default=Importance.NONE,

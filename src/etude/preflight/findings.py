@@ -6,10 +6,12 @@ A check never raises because the pair is wrong; it says so. Whoever asked for th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+from etude.errors import PairError
 
 
 class Verdict(StrEnum):
@@ -43,3 +45,41 @@ def worst(findings: Sequence[Finding]) -> Verdict:
     """
     order = list(Verdict)
     return max((finding.verdict for finding in findings), key=order.index, default=Verdict.PASS)
+
+
+def passed(check: str, evidence: str, **figures: Any) -> Finding:
+    """A finding that asks for nothing."""
+    return Finding(str(check), Verdict.PASS, evidence, figures=figures)
+
+
+def warned(check: str, evidence: str, cure: str, **figures: Any) -> Finding:
+    """A finding to think about."""
+    return Finding(str(check), Verdict.WARN, evidence, cure, figures)
+
+
+def refused(check: str, evidence: str, cure: str = "", **figures: Any) -> Finding:
+    """A finding that stops the run."""
+    return Finding(str(check), Verdict.REFUSE, evidence, cure, figures)
+
+
+def with_allowed(findings: Iterable[Finding], allowed: Collection[str]) -> list[Finding]:
+    """The same findings, refusals of the allowed checks turned into warnings."""
+    return [
+        replace(finding, verdict=Verdict.WARN, evidence=f"{finding.evidence} (allowed)")
+        if finding.verdict is Verdict.REFUSE and finding.check in allowed
+        else finding
+        for finding in findings
+    ]
+
+
+def require(findings: Iterable[Finding], allowed: Collection[str] = ()) -> None:
+    """Stop at what is refused.
+
+    Raises:
+        PairError: names each refused check that is not among the allowed, with its evidence and cure.
+    """
+    stops = [finding for finding in with_allowed(findings, allowed) if finding.verdict is Verdict.REFUSE]
+    if stops:
+        said = "; ".join(f"{stop.check}: {stop.evidence}; {stop.cure}" for stop in stops)
+        names = ", ".join(f'"{stop.check}"' for stop in stops)
+        raise PairError(f"refused before step 1: {said} (preflight.allow = [{names}] goes on all the same)")

@@ -29,8 +29,10 @@ from etude.models.roles import AbstractSampler, AbstractTeacher
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.teachers import FrozenTeacher
+from etude.preflight.findings import require
 from etude.recipes.data import Data, read_data
 from etude.recipes.devices import Device, choose_device, choose_threads
+from etude.recipes.pair import pair_findings
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
 from etude.text.vocabulary import real_vocabulary
@@ -44,9 +46,18 @@ TEACHER = "teacher"  # the name terms know the model of [teacher] by
 
 
 def build(
-    recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage: int = 0, start: Path | None = None
+    recipe: Recipe,
+    *,
+    folder: Path,
+    world: World,
+    tracker: Tracker,
+    stage: int = 0,
+    start: Path | None = None,
+    data: Data | None = None,
 ) -> Parts:
     """Everything a run, or its stage of this index, is made of; `start` holds the student that the stage begins with.
+
+    `data` are the recipe's, where they have been read and the pair has been judged.
 
     Raises:
         UsageError: something does not fit; the sentence says what, where and what to do.
@@ -55,8 +66,10 @@ def build(
     require_gives(objective, gives_of(recipe))
     require_rows(recipe, world)
     device = choose_device(recipe, world)
-    data = read_data(recipe)
-    require_ids(recipe, data)
+    if data is None:
+        data = read_data(recipe)
+        require_ids(recipe, data)
+        require(pair_findings(recipe, data), recipe.preflight.allow)
     student = load_student(recipe, device)
     teacher = load_teacher(recipe, device)
     reference = load_reference(recipe, device, start) if REFERENCE in objective.teachers else None

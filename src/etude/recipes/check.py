@@ -1,0 +1,303 @@
+"""What can be known before step 1: the one place where a recipe's parts are built to be judged, not to be trained.
+
+`etude check` goes all the way: the recipe's legality, files and lengths, the pair's tokens and templates, and then, on
+a few of the user's own prompts and with the weights loaded, everything of `etude.preflight`. `etude train` does the
+part that costs a handful of short forward passes and stops before step 1 where it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from etude.axes.names import Check, Gives
+from etude.config.schema import Recipe
+from etude.core.records import Prompt, Rollout
+from etude.errors import DataError, EtudeError, ModelError, PairError
+from etude.models.mixture import DatasetSampler
+from etude.models.roles import AbstractBackbone, AbstractSampler, AbstractTeacher
+from etude.models.sampling import InProcessSampler
+from etude.models.shipped import resolve
+from etude.models.teachers import FrozenTeacher
+from etude.preflight.answers import stop_probabilities, stop_token, warm_start
+from etude.preflight.findings import Finding, Verdict, passed, refused, warned, with_allowed, worst
+from etude.preflight.gradient import gradient
+from etude.preflight.likeness import different, from_teacher, noise_of, same, same_writer
+from etude.preflight.scores import aligned, echo, marks_of, plain_logprobs, repeated, trimmed
+from etude.preflight.tolerance import Tolerance, tolerance_of
+from etude.recipes.build import (
+    TEACHER,
+    build,
+    gives_of,
+    load_reference,
+    objective_of,
+    require_gives,
+    require_ids,
+    require_rows,
+    sampling_settings,
+)
+from etude.recipes.data import Data, read_data
+from etude.recipes.devices import choose_device
+from etude.recipes.folder import require_places
+from etude.recipes.pair import pair_findings
+from etude.runtime.seeds import Key
+from etude.runtime.tracking import Tracker
+from etude.runtime.world import World
+from etude.training.evaluation import score_rows
+from etude.training.loop import Parts
+
+PROBE_PROMPTS = 4  # of the first round
+PROBE_TOKENS = 32  # of an answer, and of all rows whose gradient is compared
+START_PROMPTS, START_TOKENS = 2, 8  # at the start of a run, where nothing is sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found of a recipe, or of one of its stages."""
+
+    stage: str | None  # its name; None: the recipe has no stages
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        return worst(self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for `--json`."""
+        found = [finding.as_json() for finding in self.findings]
+        return {"stage": self.stage, "verdict": str(self.verdict), "findings": found}
+
+
+@contextmanager
+def named(recipe: Recipe, place: int) -> Iterator[None]:
+    """What goes wrong inside says in which stage; without stages it says what it says."""
+    try:
+        yield
+    except (EtudeError, KeyboardInterrupt) as error:
+        if recipe.stages is not None and str(error):
+            error.args = (f'stages.{place} ("{recipe.stages[place].name}"): {error}',)
+        raise
+
+
+def check(recipe: Recipe) -> list[Checked]:
+    """Everything that can be known before step 1, of the recipe or of each of its stages."""
+    try:
+        require_places(recipe, fresh=False)
+    except EtudeError as error:
+        return [Checked(None, (_refusal(error, "recipe"),))]
+    return [
+        Checked(
+            None if recipe.stages is None else stage.name, tuple(with_allowed(_check(stage, place), _allowed(stage)))
+        )
+        for place, stage in enumerate(recipe.stage_recipes)
+    ]
+
+
+def _allowed(recipe: Recipe) -> frozenset[str]:
+    return frozenset(str(name) for name in recipe.preflight.allow)
+
+
+def require_readable(recipe: Recipe, world: World) -> Data:
+    """What can be found out before any weight is read: terms, device, data, lengths.
+
+    Raises:
+        UsageError: the run could not start; the sentence says why and what to do.
+    """
+    objective = objective_of(recipe)
+    require_gives(objective, gives_of(recipe))
+    choose_device(recipe, world)
+    data = read_data(recipe)
+    require_ids(recipe, data)
+    return data
+
+
+def _check(recipe: Recipe, place: int) -> Iterator[Finding]:
+    world = World()
+    try:
+        require_rows(recipe, world)
+        data = require_readable(recipe, world)
+    except EtudeError as error:
+        yield _refusal(error, "recipe")
+        return
+    yield from _read_findings(recipe, data)
+    yield from pair_findings(recipe, data)
+    probed = _shortened(recipe)
+    try:
+        parts = build(probed, folder=Path(recipe.output), world=world, tracker=_silent(recipe), stage=place, data=data)
+    except EtudeError as error:
+        yield _refusal(error, "models")
+        return
+    yield from probe_findings(recipe, parts, data)
+
+
+def _refusal(error: EtudeError, otherwise: str) -> Finding:
+    """An exception as a finding: its sentence says what was found and what to do."""
+    kinds = {DataError: "data", ModelError: "models", PairError: "vocabulary"}
+    return refused(next((name for kind, name in kinds.items() if isinstance(error, kind)), otherwise), str(error))
+
+
+def _silent(recipe: Recipe) -> Tracker:
+    return Tracker(None, console=False, total_steps=recipe.train.steps)
+
+
+def _shortened(recipe: Recipe) -> Recipe:
+    """The same recipe with answers of a probe's length."""
+    tokens = min(PROBE_TOKENS, recipe.sampler.max_new_tokens)
+    return recipe.model_copy(update={"sampler": recipe.sampler.model_copy(update={"max_new_tokens": tokens})})
+
+
+def _read_findings(recipe: Recipe, data: Data) -> Iterator[Finding]:
+    """What was read without weights: terms, sampling, data, lengths."""
+    objective = objective_of(recipe)
+    kinds = ", ".join(f"{t.name} {v.kind}" for t, v in zip(objective.terms, objective.verdicts, strict=True))
+    if objective.warnings:
+        yield warned("recipe", "; ".join(objective.warnings), "see docs/legality.md", terms=kinds)
+    else:
+        yield passed("recipe", f"every term has a gradient: {kinds}", terms=kinds)
+    settings = sampling_settings(recipe, data.stop_ids).describe()
+    yield passed("sampling", ", ".join(f"{name} {value}" for name, value in settings.items()), **settings)
+    longest = data.train.longest_prompt
+    windows = {role: card.context_window for role, card in data.cards.items()}
+    room = max(recipe.sampler.max_new_tokens, data.train.longest_completion)
+    yield passed(
+        "data",
+        f"{data.describe()}; the longest has {longest} tokens and an answer up to {room}, of "
+        + ", ".join(f"{window} ({role})" for role, window in windows.items()),
+        longest_prompt=longest,
+        longest_completion=room,
+        windows=windows,
+        dropped=data.dropped,
+        cut=data.cut,
+    )
+
+
+# the weights are loaded -----------------------------------------------------------------------------------------------
+
+
+def start_findings(recipe: Recipe, parts: Parts) -> list[Finding]:
+    """What a run proves of its teachers before step 1, in a few short forward passes and without a sample."""
+    prompts = parts.prompts(0)[:START_PROMPTS]
+    rows = echo(prompts, min(START_TOKENS, recipe.sampler.max_new_tokens))
+    found: list[Finding] = []
+    for name, teacher in parts.teachers.items():
+        found += _score_findings(parts, name, teacher, rows)
+        if name == TEACHER:
+            tolerance = _pair_tolerance(parts, teacher)
+            apart = from_teacher(parts.student, teacher, rows)
+            found.append(different(apart, 0.0, tolerance, self_teacher=_self_teacher(recipe)))
+    return found
+
+
+def probe_findings(recipe: Recipe, parts: Parts, data: Data) -> Iterator[Finding]:
+    """Everything that the weights say on a few of the user's own prompts."""
+    prompts = parts.prompts(0)[:PROBE_PROMPTS]
+    assert parts.evaluation is not None  # build makes one
+    own = parts.evaluation.sampler
+    assert isinstance(own, InProcessSampler)  # likewise
+    key = Key(recipe.seed, "preflight", parts.plan.stage, 0)
+    samples = own.sample(prompts, key)
+    yield from _guarded(
+        Check.SAMPLER, lambda: [same_writer(parts.student, samples, tolerance_of(parts.student.backbone, own.backbone))]
+    )
+    yield from _guarded(Check.IDENTITY, lambda: [_identity(recipe, parts, samples)])
+    for name, teacher in parts.teachers.items():
+        yield from _guarded(Check.ALIGNMENT, lambda: _score_findings(parts, name, teacher, samples))  # noqa: B023
+    if TEACHER in parts.teachers:
+        teacher = parts.teachers[TEACHER]
+        yield from _guarded(Check.DIFFERENCE, lambda: [_difference(recipe, parts, teacher, samples)])
+        yield from _guarded(Check.WARM_START, lambda: [_warm_start(parts, teacher, samples)])
+        greedy = own.with_settings(replace(own.settings, temperature=0.0))
+        yield from _guarded(Check.STOP, lambda: _stop(teacher, data, prompts, greedy.sample(prompts, key)))
+    yield from _guarded(Check.GRADIENT, lambda: [_gradient(parts, prompts, key)])
+
+
+def _guarded(check: str, work: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
+    """What was found; an error that explains itself is a refusal of this check."""
+    try:
+        return work()
+    except EtudeError as error:
+        return [refused(check, str(error))]
+
+
+def _score_findings(parts: Parts, name: str, teacher: AbstractTeacher, rows: Sequence[Rollout]) -> list[Finding]:
+    """Repetition and alignment of one teacher."""
+    needs = parts.objective.needs(name)
+    tolerance = _pair_tolerance(parts, teacher)
+    found = [repeated(teacher, rows, needs, tolerance)]
+    backbone = backbone_of(teacher)
+    if backbone is None:
+        return found
+    plain = [plain_logprobs(backbone, row.prompt.token_ids, row.completion_ids) for row in rows]
+    return [aligned(name, marks_of(teacher, rows, needs), plain, tolerance), *found]
+
+
+def backbone_of(teacher: AbstractTeacher) -> AbstractBackbone | None:
+    """The model behind a teacher of this process; None where it marks elsewhere or otherwise."""
+    return teacher.backbone if isinstance(teacher, FrozenTeacher) else None
+
+
+def _pair_tolerance(parts: Parts, teacher: AbstractTeacher) -> Tolerance:
+    backbone = backbone_of(teacher)
+    return tolerance_of(parts.student.backbone, *([] if backbone is None else [backbone]))
+
+
+def _self_teacher(recipe: Recipe) -> bool:
+    """Whether the recipe itself names one model for both."""
+    return recipe.teacher is not None and resolve(recipe.teacher.model) == resolve(recipe.student.model)
+
+
+def _identity(recipe: Recipe, parts: Parts, rows: Sequence[Rollout]) -> Finding:
+    """The student as it begins, loaded once more as a frozen teacher; gone again afterwards."""
+    alone = recipe.model_copy(update={"reference": None})
+    second = load_reference(alone, choose_device(recipe, World()), None)
+    tolerance = tolerance_of(parts.student.backbone, second.backbone)
+    return same(from_teacher(parts.student, second, rows), noise_of(parts.student, rows), tolerance)
+
+
+def _difference(recipe: Recipe, parts: Parts, teacher: AbstractTeacher, rows: Sequence[Rollout]) -> Finding:
+    apart, noise = from_teacher(parts.student, teacher, rows), noise_of(parts.student, rows)
+    return different(apart, noise, _pair_tolerance(parts, teacher), self_teacher=_self_teacher(recipe))
+
+
+def _warm_start(parts: Parts, teacher: AbstractTeacher, samples: Sequence[Rollout]) -> Finding:
+    marks = marks_of(teacher, samples, frozenset({Gives.SAMPLED_LOGPROBS}) & teacher.gives or teacher.gives)
+    theirs = next(iter(marks.values()))
+    return warm_start(parts.student.logprobs(samples, 1.0), theirs, parts.student.backbone.vocab_size)
+
+
+def _stop(teacher: AbstractTeacher, data: Data, prompts: Sequence[Prompt], greedy: Sequence[Rollout]) -> list[Finding]:
+    """Of the student's greedy answers, and of the dataset's own where rows come from there."""
+    if Gives.HIDDEN_STATES not in teacher.gives:
+        return [passed(Check.STOP, f"the {teacher.name} gives no distribution, so this was not looked at")]
+    given = DatasetSampler().sample([p for p in prompts if p.completion_ids is not None], _NO_KEY)
+    whose = {"the student's greedy answers": greedy, "the dataset's answers": given}
+    found = []
+    for name, rows in whose.items():
+        if rows:
+            probabilities, likeliest = stop_probabilities(teacher, rows, data.stop_ids)
+            spelled, instead = (data.tokenizer.convert_ids_to_tokens(list(ids)) for ids in (data.stop_ids, likeliest))
+            found.append(stop_token(rows, probabilities, data.stop_ids, names=spelled, likeliest=instead, whose=name))
+    return found
+
+
+_NO_KEY = Key(0, "preflight", 0, 0)  # a dataset draws nothing
+
+
+def _gradient(parts: Parts, prompts: Sequence[Prompt], key: Key) -> Finding:
+    """Rows of everybody who writes in this recipe, marked and prepared as for a step."""
+    parts.sampler.refresh(parts.student, 0)
+    rows = [row for writer in _writers(parts.sampler) for row in writer.sample(prompts, key)]
+    rollouts = trimmed(rows, max(1, PROBE_TOKENS // len(rows)))
+    scored = score_rows(rollouts, parts.teachers, parts.objective, parts.reward)
+    prepared = parts.learner.prepare(scored, 0)
+    return gradient(
+        parts.objective, parts.student.backbone, prepared, parts.learner.heads, tolerance_of(parts.student.backbone)
+    )
+
+
+def _writers(sampler: AbstractSampler) -> list[AbstractSampler]:
+    """Those who write rows themselves, not those who only choose among them."""
+    return [writer for part in sampler.parts.values() for writer in _writers(part)] or [sampler]

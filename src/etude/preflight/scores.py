@@ -44,31 +44,39 @@ def echo(prompts: Sequence[Prompt], tokens: int) -> list[Rollout]:
 
 
 def marks_of(teacher: AbstractTeacher, rollouts: Sequence[Rollout], needs: frozenset[Gives]) -> Marks:
-    """What a teacher says of each row's ids at temperature 1, by each kind of mark that is needed of it.
+    """What a teacher says of each row's ids at temperature 1, by each kind of mark that is needed of it."""
+    kinds = needs & {Gives.SAMPLED_LOGPROBS, Gives.HIDDEN_STATES} or teacher.gives & {Gives.SAMPLED_LOGPROBS}
+    return read_marks(teacher, rollouts, teacher.score(rollouts, kinds, 1.0))
+
+
+def read_marks(teacher: AbstractTeacher, rollouts: Sequence[Rollout], scores: Sequence[Scores]) -> Marks:
+    """The same of scores that have been given, by each kind that is in them.
 
     Raises:
+        PairError: there are more or fewer of them than rows.
         RecordError: a row has too few or too many marks.
     """
-    kinds = needs & {Gives.SAMPLED_LOGPROBS, Gives.HIDDEN_STATES} or teacher.gives & {Gives.SAMPLED_LOGPROBS}
-    scores = teacher.score(rollouts, kinds, 1.0)
     if len(scores) != len(rollouts):
         raise PairError(f"the teacher '{teacher.name}' gave {len(scores)} scores for {len(rollouts)} rows")
     for rollout, score in zip(rollouts, scores, strict=True):
         score.check(rollout)
-    pairs = list(zip(rollouts, scores, strict=True))
-    head = teacher.head() if Gives.HIDDEN_STATES in kinds else None
-    return {kind: [_marks_by(kind, rollout, score, head) for rollout, score in pairs] for kind in sorted(kinds)}
+    marks: dict[Gives, list[Tensor]] = {}
+    drawn = [score.sampled_logprobs.double() for score in scores if score.sampled_logprobs is not None]
+    hidden = [score.hidden for score in scores if score.hidden is not None]
+    if drawn:
+        marks[Gives.SAMPLED_LOGPROBS] = drawn
+    head = teacher.head()
+    if hidden and head is not None:
+        head = head.in_logits_dtype(hidden[0])
+        pairs = zip(hidden, rollouts, strict=True)
+        marks[Gives.HIDDEN_STATES] = [_from_states(states_CD, head, row) for states_CD, row in pairs]
+    return marks
 
 
-def _marks_by(kind: Gives, rollout: Rollout, score: Scores, head: OutputHead | None) -> Tensor:
-    if kind is Gives.SAMPLED_LOGPROBS:
-        assert score.sampled_logprobs is not None
-        return score.sampled_logprobs.double()
-    assert score.hidden is not None
-    assert head is not None
-    with torch.no_grad():
-        logprobs_CV = next_token_logprobs(head.logits(score.hidden.to(head.weight_VD.device)))
-        return pick(logprobs_CV, rollout.completion_ids.to(logprobs_CV.device)).cpu().double()
+@torch.no_grad()
+def _from_states(states_CD: Tensor, head: OutputHead, rollout: Rollout) -> Tensor:
+    logprobs_CV = next_token_logprobs(head.logits(states_CD.to(head.weight_VD.device)))
+    return pick(logprobs_CV, rollout.completion_ids.to(logprobs_CV.device)).cpu().double()
 
 
 @torch.no_grad()
@@ -81,7 +89,7 @@ def plain_logprobs(backbone: AbstractBackbone, prompt_ids: Tensor, completion_id
     ids_1T = torch.tensor([row], device=backbone.device)
     with evaluating(backbone):
         hidden_1TD = backbone.hidden_states(ids_1T, torch.ones_like(ids_1T), torch.arange(len(row)).to(ids_1T)[None])
-    head = backbone.head()
+    head = backbone.head().in_logits_dtype(hidden_1TD)
     found = []
     for place in range(len(prompt_ids), len(row)):
         logits_V = head.logits(hidden_1TD[0, place - 1]).double().cpu()
@@ -154,14 +162,25 @@ def _misaligned(
 
 
 def repeated(
-    teacher: AbstractTeacher, rollouts: Sequence[Rollout], needs: frozenset[Gives], tolerance: Tolerance
+    teacher: AbstractTeacher,
+    rollouts: Sequence[Rollout],
+    needs: frozenset[Gives],
+    tolerance: Tolerance,
+    first: Marks | None = None,
 ) -> Finding:
     """Whether a teacher says the same of a row when it is asked again, in another order, and beside other padding.
 
     Dropout left on, positions that count padding, and cached prefixes or buffers that are read before they are written
     (vllm #42019) all show here. Rows are scored as they are, in reverse, and each alone.
+
+    Args:
+        teacher: whoever marks.
+        rollouts: at least two, of different lengths.
+        needs: the kinds of marks that are needed of it.
+        tolerance: of the precision it computes in.
+        first: what it says of them as they are, where it has been asked.
     """
-    first = marks_of(teacher, rollouts, needs)
+    first = marks_of(teacher, rollouts, needs) if first is None else first
     backwards = marks_of(teacher, rollouts[::-1], needs)
     alone = [marks_of(teacher, [rollout], needs) for rollout in rollouts]
     gaps = {
@@ -208,3 +227,9 @@ def trimmed(rollouts: Sequence[Rollout], tokens: int) -> list[Rollout]:
         )
         for rollout in rollouts
     ]
+
+
+def uneven(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Two rows of different lengths, so that one of them is padded beside the other: the first, halved, and the last."""
+    half = max(1, rollouts[0].num_completion_tokens // 2)
+    return [*trimmed(rollouts[:1], half), rollouts[-1]]

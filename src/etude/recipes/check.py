@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from etude.axes.names import Check, Gives
+from etude.axes.names import Check, Gives, Source
 from etude.config.schema import Recipe
 from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, EtudeError, ModelError, PairError
@@ -25,8 +26,8 @@ from etude.models.teachers import FrozenTeacher
 from etude.preflight.answers import stop_probabilities, stop_token, warm_start
 from etude.preflight.findings import Finding, Verdict, passed, refused, warned, with_allowed, worst
 from etude.preflight.gradient import gradient
-from etude.preflight.likeness import different, from_teacher, noise_of, same, same_writer
-from etude.preflight.scores import aligned, echo, marks_of, plain_logprobs, repeated, trimmed
+from etude.preflight.likeness import Reading, different, distance, noise_of, same, same_writer
+from etude.preflight.scores import aligned, echo, marks_of, plain_logprobs, read_marks, repeated, trimmed, uneven
 from etude.preflight.tolerance import Tolerance, tolerance_of
 from etude.recipes.build import (
     TEACHER,
@@ -179,39 +180,69 @@ def _read_findings(recipe: Recipe, data: Data) -> Iterator[Finding]:
 
 def start_findings(recipe: Recipe, parts: Parts) -> list[Finding]:
     """What a run proves of its teachers before step 1, in a few short forward passes and without a sample."""
-    prompts = parts.prompts(0)[:START_PROMPTS]
-    rows = echo(prompts, min(START_TOKENS, recipe.sampler.max_new_tokens))
+    prompts = by_length(parts.prompts(0), START_PROMPTS)
+    rows = uneven(echo(prompts, min(START_TOKENS, recipe.sampler.max_new_tokens)))
     found: list[Finding] = []
     for name, teacher in parts.teachers.items():
         found += _score_findings(parts, name, teacher, rows)
         if name == TEACHER:
-            tolerance = _pair_tolerance(parts, teacher)
-            apart = from_teacher(parts.student, teacher, rows)
-            found.append(different(apart, 0.0, tolerance, self_teacher=_self_teacher(recipe)))
+            scores = teacher.score(rows, _most(teacher), 1.0)
+            apart = distance(Reading.of(parts.student.backbone, rows), scores, teacher.head())
+            own = _self_teacher(recipe)
+            found.append(different(apart, 0.0, _pair_tolerance(parts, teacher), self_teacher=own))
     return found
+
+
+def by_length(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """The shortest prompts of a round, and of those with one length the first: a probe need not wait for long ones."""
+    return sorted(prompts, key=lambda prompt: prompt.token_ids.shape[0])[:count]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Probe:
+    """A recipe's parts and a few rows that its student has written."""
+
+    recipe: Recipe
+    parts: Parts
+    data: Data
+    prompts: Sequence[Prompt]
+    own: InProcessSampler  # the student's
+    key: Key
+    reading: Reading  # the student's, of its samples
+    noise: float  # nats a token, by which the student differs from itself
+
+    @classmethod
+    def of(cls, recipe: Recipe, parts: Parts, data: Data) -> Probe:
+        prompts = by_length(parts.prompts(0), PROBE_PROMPTS)
+        key = Key(recipe.seed, "preflight", parts.plan.stage, 0)
+        parts.sampler.refresh(parts.student, 0)
+        own = parts.sampler
+        if not isinstance(own, InProcessSampler) or own.source is not Source.STUDENT:
+            assert parts.evaluation is not None  # build makes one
+            own = parts.evaluation.sampler
+        assert isinstance(own, InProcessSampler)  # likewise
+        reading = Reading.of(parts.student.backbone, own.sample(prompts, key))
+        noise = noise_of(parts.student.backbone, reading.first(2))
+        return cls(recipe, parts, data, prompts, own, key, reading, noise)
 
 
 def probe_findings(recipe: Recipe, parts: Parts, data: Data) -> Iterator[Finding]:
     """Everything that the weights say on a few of the user's own prompts."""
-    prompts = parts.prompts(0)[:PROBE_PROMPTS]
-    assert parts.evaluation is not None  # build makes one
-    own = parts.evaluation.sampler
-    assert isinstance(own, InProcessSampler)  # likewise
-    key = Key(recipe.seed, "preflight", parts.plan.stage, 0)
-    samples = own.sample(prompts, key)
-    yield from _guarded(
-        Check.SAMPLER, lambda: [same_writer(parts.student, samples, tolerance_of(parts.student.backbone, own.backbone))]
-    )
-    yield from _guarded(Check.IDENTITY, lambda: [_identity(recipe, parts, samples)])
+    try:
+        probe = Probe.of(recipe, parts, data)
+    except EtudeError as error:
+        yield refused(Check.SAMPLER, str(error))
+        return
+    yield same_writer(probe.reading, tolerance_of(parts.student.backbone, probe.own.backbone))
+    yield from _guarded(Check.IDENTITY, lambda: [_identity(probe)])
+    rows = uneven(probe.reading.rollouts)
     for name, teacher in parts.teachers.items():
-        yield from _guarded(Check.ALIGNMENT, lambda: _score_findings(parts, name, teacher, samples))  # noqa: B023
+        yield from _guarded(Check.ALIGNMENT, partial(_score_findings, parts, name, teacher, rows))
     if TEACHER in parts.teachers:
         teacher = parts.teachers[TEACHER]
-        yield from _guarded(Check.DIFFERENCE, lambda: [_difference(recipe, parts, teacher, samples)])
-        yield from _guarded(Check.WARM_START, lambda: [_warm_start(parts, teacher, samples)])
-        greedy = own.with_settings(replace(own.settings, temperature=0.0))
-        yield from _guarded(Check.STOP, lambda: _stop(teacher, data, prompts, greedy.sample(prompts, key)))
-    yield from _guarded(Check.GRADIENT, lambda: [_gradient(parts, prompts, key)])
+        yield from _guarded(Check.DIFFERENCE, lambda: _student_and_teacher(probe, teacher))
+        yield from _guarded(Check.STOP, lambda: _stop(probe, teacher))
+    yield from _guarded(Check.GRADIENT, lambda: [_gradient(probe)])
 
 
 def _guarded(check: str, work: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
@@ -223,20 +254,26 @@ def _guarded(check: str, work: Callable[[], Sequence[Finding]]) -> Sequence[Find
 
 
 def _score_findings(parts: Parts, name: str, teacher: AbstractTeacher, rows: Sequence[Rollout]) -> list[Finding]:
-    """Repetition and alignment of one teacher."""
+    """Alignment and repetition of one teacher."""
     needs = parts.objective.needs(name)
     tolerance = _pair_tolerance(parts, teacher)
-    found = [repeated(teacher, rows, needs, tolerance)]
+    first = marks_of(teacher, rows, needs)
+    found = [repeated(teacher, rows, needs, tolerance, first)]
     backbone = backbone_of(teacher)
     if backbone is None:
         return found
     plain = [plain_logprobs(backbone, row.prompt.token_ids, row.completion_ids) for row in rows]
-    return [aligned(name, marks_of(teacher, rows, needs), plain, tolerance), *found]
+    return [aligned(name, first, plain, tolerance), *found]
 
 
 def backbone_of(teacher: AbstractTeacher) -> AbstractBackbone | None:
     """The model behind a teacher of this process; None where it marks elsewhere or otherwise."""
     return teacher.backbone if isinstance(teacher, FrozenTeacher) else None
+
+
+def _most(teacher: AbstractTeacher) -> frozenset[Gives]:
+    """What says most of a row."""
+    return teacher.gives & {Gives.HIDDEN_STATES} or teacher.gives & {Gives.SAMPLED_LOGPROBS}
 
 
 def _pair_tolerance(parts: Parts, teacher: AbstractTeacher) -> Tolerance:
@@ -249,53 +286,54 @@ def _self_teacher(recipe: Recipe) -> bool:
     return recipe.teacher is not None and resolve(recipe.teacher.model) == resolve(recipe.student.model)
 
 
-def _identity(recipe: Recipe, parts: Parts, rows: Sequence[Rollout]) -> Finding:
+def _identity(probe: Probe) -> Finding:
     """The student as it begins, loaded once more as a frozen teacher; gone again afterwards."""
-    alone = recipe.model_copy(update={"reference": None})
-    second = load_reference(alone, choose_device(recipe, World()), None)
-    tolerance = tolerance_of(parts.student.backbone, second.backbone)
-    return same(from_teacher(parts.student, second, rows), noise_of(parts.student, rows), tolerance)
+    alone = probe.recipe.model_copy(update={"reference": None})
+    second = load_reference(alone, choose_device(probe.recipe, World()), None)
+    scores = second.score(probe.reading.rollouts, _most(second), 1.0)
+    tolerance = tolerance_of(probe.parts.student.backbone, second.backbone)
+    return same(distance(probe.reading, scores, second.head()), probe.noise, tolerance)
 
 
-def _difference(recipe: Recipe, parts: Parts, teacher: AbstractTeacher, rows: Sequence[Rollout]) -> Finding:
-    apart, noise = from_teacher(parts.student, teacher, rows), noise_of(parts.student, rows)
-    return different(apart, noise, _pair_tolerance(parts, teacher), self_teacher=_self_teacher(recipe))
+def _student_and_teacher(probe: Probe, teacher: AbstractTeacher) -> list[Finding]:
+    """How far apart they are, and what the teacher makes of the student's samples."""
+    rows = probe.reading.rollouts
+    scores = teacher.score(rows, _most(teacher), 1.0)
+    apart = distance(probe.reading, scores, teacher.head())
+    marks = next(iter(read_marks(teacher, rows, scores).values()))
+    tolerance = _pair_tolerance(probe.parts, teacher)
+    return [
+        different(apart, probe.noise, tolerance, self_teacher=_self_teacher(probe.recipe)),
+        warm_start(probe.reading.logprobs(), marks, probe.parts.student.backbone.vocab_size),
+    ]
 
 
-def _warm_start(parts: Parts, teacher: AbstractTeacher, samples: Sequence[Rollout]) -> Finding:
-    marks = marks_of(teacher, samples, frozenset({Gives.SAMPLED_LOGPROBS}) & teacher.gives or teacher.gives)
-    theirs = next(iter(marks.values()))
-    return warm_start(parts.student.logprobs(samples, 1.0), theirs, parts.student.backbone.vocab_size)
-
-
-def _stop(teacher: AbstractTeacher, data: Data, prompts: Sequence[Prompt], greedy: Sequence[Rollout]) -> list[Finding]:
+def _stop(probe: Probe, teacher: AbstractTeacher) -> list[Finding]:
     """Of the student's greedy answers, and of the dataset's own where rows come from there."""
     if Gives.HIDDEN_STATES not in teacher.gives:
         return [passed(Check.STOP, f"the {teacher.name} gives no distribution, so this was not looked at")]
-    given = DatasetSampler().sample([p for p in prompts if p.completion_ids is not None], _NO_KEY)
-    whose = {"the student's greedy answers": greedy, "the dataset's answers": given}
-    found = []
-    for name, rows in whose.items():
+    greedy = probe.own.with_settings(replace(probe.own.settings, temperature=0.0)).sample(probe.prompts, probe.key)
+    given = DatasetSampler().sample([p for p in probe.prompts if p.completion_ids is not None], probe.key)
+    found: list[Finding] = []
+    stops, spelled = probe.data.stop_ids, probe.data.tokenizer.convert_ids_to_tokens
+    for whose, rows in (("the student's greedy answers", greedy), ("the dataset's answers", given)):
         if rows:
-            probabilities, likeliest = stop_probabilities(teacher, rows, data.stop_ids)
-            spelled, instead = (data.tokenizer.convert_ids_to_tokens(list(ids)) for ids in (data.stop_ids, likeliest))
-            found.append(stop_token(rows, probabilities, data.stop_ids, names=spelled, likeliest=instead, whose=name))
+            probabilities, likeliest = stop_probabilities(teacher, rows, stops)
+            names, instead = spelled(list(stops)), spelled(likeliest)
+            found.append(stop_token(rows, probabilities, stops, names=names, likeliest=instead, whose=whose))
     return found
 
 
-_NO_KEY = Key(0, "preflight", 0, 0)  # a dataset draws nothing
-
-
-def _gradient(parts: Parts, prompts: Sequence[Prompt], key: Key) -> Finding:
+def _gradient(probe: Probe) -> Finding:
     """Rows of everybody who writes in this recipe, marked and prepared as for a step."""
-    parts.sampler.refresh(parts.student, 0)
-    rows = [row for writer in _writers(parts.sampler) for row in writer.sample(prompts, key)]
+    parts = probe.parts
+    rows: list[Rollout] = []
+    for writer in _writers(parts.sampler):
+        rows += probe.reading.rollouts if writer is probe.own else writer.sample(probe.prompts, probe.key)
     rollouts = trimmed(rows, max(1, PROBE_TOKENS // len(rows)))
-    scored = score_rows(rollouts, parts.teachers, parts.objective, parts.reward)
-    prepared = parts.learner.prepare(scored, 0)
-    return gradient(
-        parts.objective, parts.student.backbone, prepared, parts.learner.heads, tolerance_of(parts.student.backbone)
-    )
+    prepared = parts.learner.prepare(score_rows(rollouts, parts.teachers, parts.objective, parts.reward), 0)
+    backbone = parts.student.backbone
+    return gradient(parts.objective, backbone, prepared, parts.learner.heads, tolerance_of(backbone))
 
 
 def _writers(sampler: AbstractSampler) -> list[AbstractSampler]:

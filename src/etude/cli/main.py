@@ -189,7 +189,7 @@ def _check(words: Sequence[str]) -> int:
 
     keep_freed_memory()
     checked = check(recipe)
-    verdict = max((one.verdict for one in checked), key=list(Verdict).index)
+    verdict = max((one.verdict for one in checked), key=list(Verdict).index, default=Verdict.PASS)
     if options.json:
         report |= {"verdict": str(verdict), "stages": [one.as_json() for one in checked]}
         print(json.dumps(report, indent=2))

@@ -76,7 +76,7 @@ def one_bos(ids: Mapping[str, Sequence[int]], tokenizers: Mapping[str, PreTraine
     if twice:
         return refused(
             Check.BOS,
-            f"the {' and the '.join(twice)}'s prompt begins with {max(counts.values())} BOS tokens",
+            f"prompts of {' and '.join(twice)} begin with {max(counts.values())} BOS tokens",
             "let the chat template or the tokenizer write it, not both",
             **counts,
         )

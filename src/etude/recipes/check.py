@@ -27,7 +27,7 @@ from etude.preflight.answers import stop_probabilities, stop_token, warm_start
 from etude.preflight.findings import Finding, Verdict, passed, refused, warned, with_allowed, worst
 from etude.preflight.gradient import gradient
 from etude.preflight.likeness import Reading, different, distance, noise_of, same, same_writer
-from etude.preflight.scores import aligned, echo, marks_of, plain_logprobs, read_marks, repeated, trimmed, uneven
+from etude.preflight.scores import Plain, aligned, echo, marks_of, read_marks, repeated, trimmed, uneven
 from etude.preflight.tolerance import Tolerance, tolerance_of
 from etude.recipes.build import (
     TEACHER,
@@ -235,7 +235,8 @@ def probe_findings(recipe: Recipe, parts: Parts, data: Data) -> Iterator[Finding
         return
     yield same_writer(probe.reading, tolerance_of(parts.student.backbone, probe.own.backbone))
     yield from _guarded(Check.IDENTITY, lambda: [_identity(probe)])
-    rows = uneven(probe.reading.rollouts)
+    # Somebody's own words besides: what a model writes itself, it may expect so well that a shift would not show.
+    rows = [*uneven(probe.reading.rollouts), *echo(probe.prompts[:1], START_TOKENS)]
     for name, teacher in parts.teachers.items():
         yield from _guarded(Check.ALIGNMENT, partial(_score_findings, parts, name, teacher, rows))
     if TEACHER in parts.teachers:
@@ -262,7 +263,7 @@ def _score_findings(parts: Parts, name: str, teacher: AbstractTeacher, rows: Seq
     backbone = backbone_of(teacher)
     if backbone is None:
         return found
-    plain = [plain_logprobs(backbone, row.prompt.token_ids, row.completion_ids) for row in rows]
+    plain = [Plain.of(backbone, row.prompt.token_ids, row.completion_ids) for row in rows]
     return [aligned(name, first, plain, tolerance), *found]
 
 

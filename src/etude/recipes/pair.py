@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from etude.axes.names import Check
 from etude.config.schema import Recipe
 from etude.errors import DataError
 from etude.preflight.findings import Finding, refused
@@ -17,13 +18,15 @@ TEACHER = "teacher"
 
 
 def pair_findings(recipe: Recipe, data: Data) -> list[Finding]:
-    """Vocabulary, special ids, BOS, template and thinking of student and teacher; of the student alone, its BOS."""
+    """Vocabulary and special ids of everybody who marks, then BOS, template and thinking of student and teacher."""
     tokenizers = {role: card.tokenizer for role, card in data.cards.items()}
+    found: list[Finding] = []
+    for role in [role for role in tokenizers if role != "student"]:
+        rows = {name: data.cards[name].rows for name in ("student", role)}
+        found += vocabulary(data.tokenizer, tokenizers[role], rows=rows, role=role)
     ids = {"student": _rendered(recipe, data, "student")}
     if TEACHER not in tokenizers:
-        return [one_bos(_first(ids), tokenizers)]
-    rows = {role: data.cards[role].rows for role in ("student", TEACHER)}
-    found = vocabulary(data.tokenizer, tokenizers[TEACHER], rows=rows)
+        return [*found, one_bos(_first(ids), tokenizers)]
     bare = [role for role in ("student", TEACHER) if tokenizers[role].chat_template is None]
     if len(bare) == 1:
         return [*found, one_bos(_first(ids), tokenizers), one_sided_template(bare[0])]
@@ -31,7 +34,7 @@ def pair_findings(recipe: Recipe, data: Data) -> list[Finding]:
         ids[TEACHER] = _rendered(recipe, data, TEACHER)
     except DataError as error:
         said = f"the teacher's own template refuses a prompt: {error}"
-        return [*found, one_bos(_first(ids), tokenizers), refused("template", said, "give both sides one template")]
+        return [*found, one_bos(_first(ids), tokenizers), refused(Check.TEMPLATE, said, "give both sides one template")]
     return [*found, one_bos(_first(ids), tokenizers), *_renderings(ids, data)]
 
 

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from etude.axes.names import Check
+from etude.axes.names import REFERENCE, Check
 from etude.core.collate import collate
 from etude.core.linear import OutputHead
 from etude.core.logprobs import next_token_logprobs, pick
@@ -28,6 +28,8 @@ from etude.preflight.findings import Finding, passed, refused, warned
 from etude.preflight.tolerance import Tolerance
 
 _ROWS = 8192  # of a head, cast to float64 at a time
+_SILENT = 1e-3  # of the gradient that moves one logit a token: a smaller one is rounding, or nothing
+_LEAST = 1e-30  # of a divisor, where a term trains no token of the probe
 
 
 def gradient(
@@ -58,10 +60,15 @@ def gradient(
         own_J = torch.where(torch.arange(len(scales_J)) == j, scales_J, 0.0)
         ours_ND = _trained(objective, hidden_ND, head, batch, own_J, heads)
         exact_ND = reference(objective, j, hidden_ND, head, batch, float(scales_J[j]), heads)
+        # The size of the gradient that moves one logit of each token by the term's weight.
+        unit = (
+            float(scales_J[j].abs() * batch.weights_JN[j].norm())
+            * head.weight_VD[batch.target_ids_N].norm(dim=1).mean()
+        )
         size = exact_ND.norm().item()
-        if size == 0.0:
+        if size <= _SILENT * float(unit) and term.teacher != REFERENCE:  # the reference is the student as it begins
             silent.append(term.name)
-        errors[term.name] = (ours_ND - exact_ND).norm().item() / size if size else ours_ND.norm().item()
+        errors[term.name] = (ours_ND - exact_ND).norm().item() / max(size, _SILENT * float(unit), _LEAST)
     return _finding(errors, silent, batch.num_scored_tokens, tolerance)
 
 

@@ -30,16 +30,20 @@ _TELLING = 4.0  # times the tolerance: by so much a shift must move scores befor
 
 
 def echo(prompts: Sequence[Prompt], tokens: int) -> list[Rollout]:
-    """Rows without a sampler: each prompt followed by the first `tokens` of its own ids, as if somebody had said so."""
+    """Rows without a sampler: each prompt followed by `tokens` of the different ids that all of them hold.
+
+    Different ones, because a model gives a row of one repeated id the same state everywhere, and no shift would show.
+    """
+    ids_K = torch.cat([prompt.token_ids for prompt in prompts]).unique()
     return [
         Rollout(
             prompt=prompt,
-            completion_ids=prompt.token_ids[:tokens].clone(),
+            completion_ids=ids_K.roll(-place).repeat(tokens)[:tokens],
             source=Source.DATASET,
             finish_reason=FinishReason.LENGTH,
             version=0,
         )
-        for prompt in prompts
+        for place, prompt in enumerate(prompts)
     ]
 
 

@@ -180,8 +180,8 @@ def _read_findings(recipe: Recipe, data: Data) -> Iterator[Finding]:
 
 def start_findings(recipe: Recipe, parts: Parts) -> list[Finding]:
     """What a run proves of its teachers before step 1, in a few short forward passes and without a sample."""
-    prompts = by_length(parts.prompts(0), START_PROMPTS)
-    rows = uneven(echo(prompts, min(START_TOKENS, recipe.sampler.max_new_tokens)))
+    prompts = by_length(parts.prompts(0), PROBE_PROMPTS)
+    rows = uneven(echo(prompts, min(START_TOKENS, recipe.sampler.max_new_tokens))[:START_PROMPTS])
     found: list[Finding] = []
     for name, teacher in parts.teachers.items():
         found += _score_findings(parts, name, teacher, rows)
@@ -236,7 +236,8 @@ def probe_findings(recipe: Recipe, parts: Parts, data: Data) -> Iterator[Finding
     yield same_writer(probe.reading, tolerance_of(parts.student.backbone, probe.own.backbone))
     yield from _guarded(Check.IDENTITY, lambda: [_identity(probe)])
     # Somebody's own words besides: what a model writes itself, it may expect so well that a shift would not show.
-    rows = [*uneven(probe.reading.rollouts), *echo(probe.prompts[:1], START_TOKENS)]
+    spoken = echo(probe.prompts, min(START_TOKENS, recipe.sampler.max_new_tokens))
+    rows = [*uneven(probe.reading.rollouts), spoken[0]]
     for name, teacher in parts.teachers.items():
         yield from _guarded(Check.ALIGNMENT, partial(_score_findings, parts, name, teacher, rows))
     if TEACHER in parts.teachers:

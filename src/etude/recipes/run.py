@@ -26,6 +26,7 @@ from etude.preflight.findings import require
 from etude.recipes.build import build, require_rows
 from etude.recipes.check import named, require_readable, start_findings
 from etude.recipes.folder import STAGE_FACT, SUMMARY_FILE, begin, require_places, write_json
+from etude.recipes.pair import pair_findings
 from etude.runtime.checkpoints import CheckpointStore
 from etude.runtime.lock import locked
 from etude.runtime.tracking import Tracker
@@ -138,7 +139,7 @@ def _require_later_stages(recipe: Recipe, fresh: bool, world: World) -> None:
         if unfinished[place] and any(unfinished[:place]):
             with named(recipe, place):
                 require_rows(stage, world)
-                require_readable(stage, world)
+                require(pair_findings(stage, require_readable(stage, world)), stage.preflight.allow)
 
 
 def _run(recipe: Recipe, fresh: bool, world: World, tracker: Tracker, stage: _Stage | None = None) -> Summary:

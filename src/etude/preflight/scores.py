@@ -103,13 +103,12 @@ class Plain:
         places_1T = torch.arange(len(row), device=backbone.device)[None]
         with evaluating(backbone):
             hidden_TD = backbone.hidden_states(ids_1T, torch.ones_like(ids_1T), places_1T)[0]
-        head = backbone.head().in_logits_dtype(hidden_TD)
         places = range(len(prompt_ids), len(row))
+        read = list(range(max(0, places.start - 2), places.stop))
+        logits = dict(zip(read, backbone.head().logits(hidden_TD[read]).double().cpu(), strict=True))
 
         def expected(back: int) -> Tensor:
-            states = {place: hidden_TD[max(0, place - back)] for place in places}
-            found = [head.logits(states[i]).double().cpu().log_softmax(0)[row[i]] for i in places]
-            return torch.stack(found)
+            return torch.stack([logits[max(0, i - back)].log_softmax(0)[row[i]] for i in places])
 
         return cls(right_C=expected(1), late_C=expected(2), early_C=expected(0))
 

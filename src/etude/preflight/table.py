@@ -21,7 +21,9 @@ WIDTH = 120  # characters, where the output is no terminal
 
 def show(findings: Sequence[Finding], console: Console | None = None) -> None:
     """Print a line a check, the cures of what did not pass, and the probed prompt as each side reads it."""
-    console = console or Console(soft_wrap=False, highlight=False)
+    if console is None:
+        console = Console(highlight=False)
+        console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)

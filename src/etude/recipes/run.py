@@ -301,6 +301,7 @@ def _check(recipe: Recipe, world: World) -> str:
         *(f"{role}.model: {place}" for role, place in checkpoints.items()),
         f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
         f"sampling: {settings.describe()}",
+        *recipe.warnings,
         *objective.warnings,
         *data.warnings,
         *from_disk(recording, scores, recipe.has_teacher_model),

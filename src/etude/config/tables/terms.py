@@ -185,7 +185,7 @@ class TermConfig(Noun):
     importance: Annotated[Word[Importance], replace(_OF_POLICY_GRADIENT, default=Importance.RATIO)] = Field(
         default=Importance.NONE,
         description="Correction for tokens that today's student did not draw: none, ratio, ppo_clip, or the ratio held "
-        "between bounds (truncated) or left out beyond them (masked).",
+        "between bounds (truncated, TIS) or left out beyond them (masked, IcePop).",
     )
     clip: Annotated[
         float | None,
@@ -249,7 +249,8 @@ class TermConfig(Noun):
     teacher_entropy: float | None = Field(
         default=None,
         ge=0,
-        description="Train only where the teacher's entropy is above this, in nats. Left out: everywhere.",
+        description="Train only where the teacher's entropy is above this, in nats; with an extrapolation that of the "
+        "target, which is the sharper the larger the power. Left out: everywhere.",
     )
     entropy_share: float | None = Field(
         default=None,

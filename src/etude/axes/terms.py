@@ -315,8 +315,8 @@ def _check_reward(term: TermValues) -> None:
             _refuse(
                 term,
                 f"baseline 'group' with teacher '{term.teacher}'",
-                "it is the mean reward of a question's rows and belongs to teacher 'reward'; write baseline 'batch', the "
-                "mean of the round's rows, or 'none'",
+                "it is the mean reward of a question's rows and belongs to teacher 'reward'; write baseline 'batch', "
+                "the mean of the round's rows, or 'none'",
             )
         return
     idle = {

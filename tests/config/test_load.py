@@ -263,14 +263,15 @@ def test_what_does_nothing_is_laid_to_the_layer_that_wrote_it():
     ("method", "override", "gone"),
     [
         ("gkd-rl", "terms.0.divergence=reverse_kl", {"terms.0.beta"}),
-        ("seqkd", "sampler.student_fraction=1.0", {"sampler.other"}),
+        ("distillm", "sampler.replay_fraction=0.0", {"sampler.replay_capacity"}),
         ("lightning", "terms.0.importance=ratio", {"terms.0.clip"}),  # what hangs on another key of the method
     ],
 )
 def test_what_a_method_says_steps_back_where_a_stronger_word_makes_it_idle(method: str, override: str, gone: set[str]):
     source = {**LEAST, "method": method, "data.verifier": "exact"}
     as_published, changed = ({one.key for one in explain(source, changes)} for changes in ([], [override]))
-    assert as_published - changed == gone
+    key = override.partition("=")[0]
+    assert {one for one in as_published - changed if not one.startswith(key)} == gone
     alone = load_recipe({**LEAST, "data.verifier": "exact", "stages": [{"method": method}]}, [f"stages.0.{override}"])
     recipe = load_recipe(source, [override])
     assert (alone.stage_recipes[0].terms, alone.stage_recipes[0].sampler) == (recipe.terms, recipe.sampler)

@@ -10,7 +10,7 @@ asks it. Nothing below the recipes floor sees these classes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
+from typing import Self, cast
 
 from pydantic import Field, model_validator
 
@@ -207,7 +207,7 @@ class Recipe(Noun):
         for place, term in enumerate(self.terms):
             rows = self.sampler.writers & set(term.sources)
             if term.first_tokens is not None and Source.DATASET not in rows:
-                yield place, term, as_ramp(ramp_of(term.first_tokens))
+                yield place, term, as_ramp(cast("float | Ramp", ramp_of(term.first_tokens)))
 
     @model_validator(mode="after")
     def _check_horizons(self) -> Self:

@@ -243,8 +243,8 @@ class TermConfig(Noun):
     skip_first: int = Field(default=0, ge=0, description="Leading tokens of a completion that are not trained.")
     first_tokens: int | RampConfig | None = Field(
         default=None,
-        description="The horizon: tokens after these are not trained. A number, or a table that moves with the step. "
-        "Left out: to the end.",
+        description="The horizon: tokens after these are not trained. A number, below sampler.max_new_tokens where all "
+        "rows are written, or a table that moves with the step. Left out: to the end.",
     )
     teacher_entropy: float | None = Field(
         default=None,

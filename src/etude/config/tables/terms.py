@@ -249,8 +249,8 @@ class TermConfig(Noun):
     teacher_entropy: float | None = Field(
         default=None,
         ge=0,
-        description="Train only where the teacher's entropy is above this, in nats; with an extrapolation that of the "
-        "target, which is the sharper the larger the power. Left out: everywhere.",
+        description="Train only where the teacher's entropy is above this, in nats; with an extrapolation the "
+        "entropy of the target instead. Left out: everywhere.",
     )
     entropy_share: float | None = Field(
         default=None,

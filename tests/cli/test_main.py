@@ -93,6 +93,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["show", "--keys", "optimizer"], "a recipe has no key 'optimizer'; `etude show --keys` lists all"),
         (["methods", "gkd", "--legality"], "--legality is about all methods and gkd was named too"),
         (["methods", "gdk"], "unknown method 'gdk'; did you mean gkd?"),
+        (["methods", "nope"], "unknown method 'nope'; expected one of opd, gkd,"),
         (["export"], "the following arguments are required: RUN"),
         (["experiment", "xyzzy"], "unknown experiment 'xyzzy'; expected one of "),
     ],
@@ -167,7 +168,8 @@ def test_check_config_only_asks_nothing_of_the_run(calls: list[Any], capsys: pyt
     assert main(["check", "maze", "--config-only"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("term reverse_kl: exact gradient: ")
-    assert "maze: the recipe is sound" in out
+    assert "maze: every key, its values and the gradient of each term are sound; models, vocabulary, " in out
+    assert "are yet to be checked" in out
     assert calls == []
 
 
@@ -181,6 +183,14 @@ def test_check_prints_each_reason_of_a_surrogate(capsys: pytest.CaptureFixture[s
     assert [
         key for line, key in zip(lines, ("centred", "a discount", "a length"), strict=True) if key not in line
     ] == []
+
+
+def test_check_config_only_tells_what_is_perhaps_not_meant(capsys: pytest.CaptureFixture[str]):
+    horizon = "terms.0.first_tokens={start=2, end=256}"
+    assert main(["check", "maze", "--config-only", horizon, "sampler.max_new_tokens=45"]) == 0
+    assert "first_tokens goes from 2 to 256 and answers end at sampler.max_new_tokens = 45" in capsys.readouterr().out
+    assert main(["check", "maze-two-stages", "--config-only", f"stages.1.{horizon}"]) == 0
+    assert '2-on-policy: terms.0 ("reverse_kl"): first_tokens goes' in capsys.readouterr().out
 
 
 def test_check(calls: list[Any], capsys: pytest.CaptureFixture[str]):

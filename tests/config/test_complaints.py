@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.config.complaints import nearest
+from etude.config.complaints import nearest, suggestion
 
 
 @pytest.mark.parametrize(
@@ -10,3 +10,15 @@ from etude.config.complaints import nearest
 )
 def test_nearest(word: str, expected: str | None):
     assert nearest(word, ["learning_rate", "schedule"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("gdk", "did you mean gkd?"),  # letters swapped, in a word so short that little else agrees
+        ("scop", "did you mean scope?"),
+        ("nope", "expected one of gkd, scope"),
+    ],
+)
+def test_only_a_near_name_is_suggested(word: str, expected: str):
+    assert suggestion(word, ["gkd", "scope"]) == expected

@@ -252,11 +252,35 @@ def test_a_complaint_names_layer_key_found_and_expected(override: str, says: str
 
 
 def test_what_does_nothing_is_laid_to_the_layer_that_wrote_it():
-    source = {**LEAST, "method": "seqkd"}
-    with pytest.raises(RecipeError, match=r'^method seqkd: sampler: other = "teacher" does nothing here'):
+    source = {**LEAST, "method": "seqkd", "sampler": {"other": "teacher"}}
+    with pytest.raises(RecipeError, match=r'^recipe: sampler: other = "teacher" does nothing here'):
         load_recipe(source, ["sampler.student_fraction=1.0"])
     with pytest.raises(RecipeError, match="^command line: terms.0: beta = 0.1 does nothing here"):
         load_recipe(source, ["terms.0.beta=0.1"])
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "gone"),
+    [
+        ("gkd-rl", "terms.0.divergence=reverse_kl", {"terms.0.beta"}),
+        ("distillm", "sampler.replay_fraction=0.0", {"sampler.replay_capacity"}),
+        ("lightning", "terms.0.importance=ratio", {"terms.0.clip"}),  # what hangs on another key of the method
+    ],
+)
+def test_what_a_method_says_steps_back_where_a_stronger_word_makes_it_idle(method: str, override: str, gone: set[str]):
+    source = {**LEAST, "method": method, "data.verifier": "exact"}
+    as_published, changed = ({one.key for one in explain(source, changes)} for changes in ([], [override]))
+    key = override.partition("=")[0]
+    assert {one for one in as_published - changed if not one.startswith(key)} == gone
+    alone = load_recipe({**LEAST, "data.verifier": "exact", "stages": [{"method": method}]}, [f"stages.0.{override}"])
+    recipe = load_recipe(source, [override])
+    assert (alone.stage_recipes[0].terms, alone.stage_recipes[0].sampler) == (recipe.terms, recipe.sampler)
+
+
+def test_of_a_method_and_a_written_value_the_written_one_is_refused():
+    source = {**LEAST, "method": "gkd-rl", "data.verifier": "exact"}
+    with pytest.raises(RecipeError, match=r"^command line: terms.0: beta = 0.5 does nothing here"):
+        load_recipe(source, ["terms.0.divergence=reverse_kl", "terms.0.beta=0.5"])
 
 
 @pytest.mark.parametrize(

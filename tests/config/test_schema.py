@@ -17,6 +17,7 @@ from etude.config.tables.training import OptimConfig
 
 REWARDED = {"teacher": "reward", "support": "sampled", "estimator": "policy_gradient"}
 LIVE = {"teacher.model": None, "teacher.weights": "live"}
+HORIZON = {"start": 32, "end": 256, "kind": "linear", "last": 100}
 LEAST = {"student.model": "s", "teacher.model": "t", "data.prompts": "/p.jsonl"}
 
 
@@ -324,6 +325,14 @@ def test_name_and_output():
         ),
         ({"terms.0.entropy_share": 1}, "less than 1"),
         (
+            {"terms.0.first_tokens": 45, "sampler.max_new_tokens": 45},
+            "terms.0.first_tokens = 45 does nothing here, it counts only when it is below sampler.max_new_tokens = 45",
+        ),
+        (
+            {"terms.0.first_tokens": HORIZON, "sampler.max_new_tokens": 32},
+            'terms.0 ("reverse_kl"): first_tokens goes from 32 to 256 and answers end at sampler.max_new_tokens = 32',
+        ),
+        (
             {"sampler.replay_capacity": 9},
             "replay_capacity = 9 does nothing here, it counts only when replay_fraction is",
         ),
@@ -441,3 +450,24 @@ def test_whose_weights_the_teacher_has():
     for teacher in (average, base, own):
         changed = {"teacher.model": None, "teacher": teacher.model_dump(exclude_none=True), "student.lora.rank": 2}
         assert recipe(changed).teacher == teacher
+
+
+class TestHorizons:
+    def test_one_that_goes_beyond_the_answers_is_told_with_its_numbers(self):
+        """32 + 2.24 step is 45, halves upwards, from step 6 on (45.44), so in 194 of 200 steps; 200 is the end's."""
+        long = {"terms.0.first_tokens": HORIZON, "sampler.max_new_tokens": 45, "train.steps": 200}
+        assert recipe(long).warnings == (
+            'terms.0 ("reverse_kl"): first_tokens goes from 32 to 256 and answers end at sampler.max_new_tokens = 45, '
+            "so that it leaves nothing out in 194 of 200 steps; 45 is as far as it need go",
+        )
+
+    @pytest.mark.parametrize("longest", [256, 300])
+    def test_one_that_ends_with_them_is_not(self, longest: int):
+        assert recipe({"terms.0.first_tokens": HORIZON, "sampler.max_new_tokens": longest}).warnings == ()
+
+    def test_answers_of_the_data_may_be_longer(self):
+        mixed = {"terms.0.first_tokens": 500, "sampler": {"max_new_tokens": 45, "student_fraction": 0.5}}
+        assert recipe(mixed).warnings == ()
+        own = mixed | {"terms.0.sources": ["student"]}
+        with pytest.raises(ValidationError, match="first_tokens = 500 does nothing here"):
+            recipe(own)

@@ -160,8 +160,14 @@ def test_a_term_refuses_what_would_do_nothing(arguments: dict[str, object], mess
         ({"importance": Importance.RATIO, "clip": 0.2}, "a clip goes with 'ppo_clip' alone"),
         ({"importance": Importance.TRUNCATED}, "bounds None with importance 'truncated'; bounds go with"),
         ({"importance": Importance.RATIO, "bounds": (0.5, 2.0)}, "with importance 'ratio'; bounds go with"),
-        ({"importance": Importance.MASKED, "bounds": (2.0, 2.0)}, r"has bounds \(2.0, 2.0\); expected a lowest"),
-        ({"importance": Importance.MASKED, "bounds": (-1.0, 2.0)}, r"has bounds \(-1.0, 2.0\); expected a lowest"),
+        (
+            {"importance": Importance.MASKED, "bounds": (2.0, 2.0)},
+            r"has bounds \(2.0, 2.0\); expected \[low, high\] with 0",
+        ),
+        (
+            {"importance": Importance.MASKED, "bounds": (-1.0, 2.0)},
+            r"has bounds \(-1.0, 2.0\); expected \[low, high\] with 0",
+        ),
         ({"baseline": Baseline.STATE_KL, "discount": 0.5}, "it is the mean of one token's own log-ratio"),
         ({"baseline": Baseline.STATE_KL, "length_normalise": True}, "it is the mean of one token's own log-ratio"),
         ({"baseline": Baseline.STATE_KL, "whiten": True}, "it is the mean of one token's own log-ratio"),
@@ -170,7 +176,7 @@ def test_a_term_refuses_what_would_do_nothing(arguments: dict[str, object], mess
         ({"disagreement_weight": 1.0}, "has disagreement_weight 1.0; expected a weight above 1"),
         (
             {"baseline": Baseline.GROUP},
-            "has baseline 'group' with teacher 'teacher'; it is the mean reward of a question",
+            "has baseline 'group' with teacher 'teacher'; it is the mean reward of .*; write baseline 'batch'",
         ),
         ({"teacher": "reward", "form": Form.K1}, "has form k1 with teacher 'reward'; these compare with a model"),
         ({"teacher": "reward", "baseline": Baseline.STATE_KL}, "has baseline state_kl with teacher 'reward'; these"),

@@ -15,6 +15,7 @@ import pytest
 
 from etude.config.load import load_recipe
 from etude.config.methods import METHODS, Method
+from etude.errors import LegalityError
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "methods.md").read_text(encoding="utf-8")
@@ -48,8 +49,19 @@ def test_one_row_a_method_and_no_other() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_the_point_is_the_methods_point(name: str) -> None:
     blocks = re.findall(r"```toml\n(.*?)```", entry(name), flags=re.DOTALL)
-    assert len(blocks) == 1
+    assert len(blocks) == (2 if name == "grpo" else 1)  # its second is a term to add
     assert expanded(tomllib.loads(blocks[0])) == expanded({"method": name})
+
+
+def test_the_kl_that_grpo_may_have_beside_it_is_a_term_that_loads() -> None:
+    point, kl = (tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", entry("grpo"), flags=re.DOTALL))
+    recipe = load_recipe(LEAST | point | {"terms": point["terms"] + kl["terms"]})
+    assert [(term.teacher, term.coefficient, term.form) for term in recipe.terms] == [
+        ("reward", 1.0, None),
+        ("reference", 0.04, "k2"),
+    ]
+    with pytest.raises(LegalityError, match="k3-loss"):
+        load_recipe(LEAST | point | {"terms": [*point["terms"], kl["terms"][0] | {"form": "k3"}]})
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -444,6 +444,13 @@ class TestRefusals:
                 door(settings | {"terms": [{}, kept | {"name": "kept"}]})
         readable(settings | {"terms": [kept | {"top_k": 32}]})
 
+    def test_a_sampler_that_would_cut_nothing(self, settings: dict[str, Any], nothing_loads: None) -> None:
+        """Of 32 ids, 31 of the likeliest are fewer than all."""
+        sentence = r"sampler\.top_k = 32 cuts nothing, the vocabulary has 32 ids; lower it, or write top_k = 0"
+        with pytest.raises(RecipeError, match=sentence):
+            require_readable(load_recipe(settings, ["sampler.top_k=32"]), World())
+        require_readable(load_recipe(settings, ["sampler.top_k=31"]), World())
+
     def test_two_tokenizers(self, settings: dict[str, Any], nothing_loads: None, tmp_path: Path) -> None:
         with pytest.raises(PairError, match="speak different token ids"):
             made(settings, f"teacher.model={tiny_folder(tmp_path, tokenizer=word_tokenizer(24))}")

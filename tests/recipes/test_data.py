@@ -199,9 +199,40 @@ class TestLongPrompts:
     def test_the_teachers_window_counts_too(self) -> None:
         tokenizer = word_tokenizer()
         cards = {"student": ModelCard(tokenizer, None, None), "teacher": ModelCard(tokenizer, 20, None)}
-        require_room(cards, 16, 4)
+        require_room(cards, 16, 4, evaluation_only=False, from_data=False)
         with pytest.raises(DataError, match="the teacher's context window of 20"):
-            require_room(cards, 16, 5)
+            require_room(cards, 16, 5, evaluation_only=False, from_data=False)
+
+    @pytest.mark.parametrize(
+        ("prompt", "completion", "causes", "cure"),
+        [
+            (3, 500, {}, "; lower sampler.max_new_tokens to 17 or less"),
+            (3, 500, {"evaluation_only": True}, " to 17 or less; only evaluation writes answers here"),
+            (3, 18, {"from_data": True}, "; the completion is one of the data's own; shorten it, or leave its row out"),
+            (
+                16,
+                5,
+                {},
+                '; write data.max_prompt_tokens = 15 or less with long_prompts = "drop" or "cut", or lower '
+                "sampler.max_new_tokens to 4 or less",
+            ),
+            (20, 5, {}, '; write data.max_prompt_tokens = 15 or less with long_prompts = "drop" or "cut"'),
+            (20, 20, {}, "; choose shorter prompts and lower sampler.max_new_tokens"),
+        ],
+    )
+    def test_what_does_not_fit_names_the_key_that_is_the_cause(
+        self, prompt: int, completion: int, causes: dict[str, bool], cure: str
+    ) -> None:
+        cards = {"student": ModelCard(word_tokenizer(), 20, None)}
+        with pytest.raises(DataError) as caught:
+            require_room(cards, prompt, completion, **{"evaluation_only": False, "from_data": False} | causes)
+        assert str(caught.value).endswith(cure)
+
+    def test_an_answer_may_be_too_long_for_evaluation_alone(self, settings: dict[str, Any], tmp_path: Path) -> None:
+        (tmp_path / "p.jsonl").write_text('{"prompt": "w1", "answer": "", "completion": "w2"}\n' * 2)
+        changes = f"data.prompts={tmp_path / 'p.jsonl'}", "data.eval_size=1", "sampler.student_fraction=0"
+        with pytest.raises(DataError, match="lower sampler.max_new_tokens to 19 or less; only evaluation writes"):
+            read(settings, *changes, "data.verifier=", "sampler.max_new_tokens=99")
 
 
 class TestPair:

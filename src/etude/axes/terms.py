@@ -222,7 +222,7 @@ def _check_importance(term: TermValues) -> None:
             "bounds go with 'truncated' and 'masked' alone",
         )
     if term.bounds is not None and not 0.0 <= term.bounds[0] < term.bounds[1]:
-        _refuse(term, f"bounds {term.bounds}", "expected a lowest and a higher highest ratio, from 0 on")
+        _refuse(term, f"bounds {term.bounds}", "expected [low, high] with 0 <= low < high")
 
 
 def _check_tokens(term: TermValues) -> None:
@@ -320,7 +320,8 @@ def _check_reward(term: TermValues) -> None:
             _refuse(
                 term,
                 f"baseline 'group' with teacher '{term.teacher}'",
-                "it is the mean reward of a question's rows and belongs to teacher 'reward'",
+                "it is the mean reward of a question's rows and belongs to teacher 'reward'; write baseline 'batch', "
+                "the mean of the round's rows, or 'none'",
             )
         return
     idle = {

@@ -12,9 +12,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,9 +98,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     verb = VERBS.get(words[0])
     if verb is None:
-        close = get_close_matches(words[0], VERBS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(VERBS)}"
-        raise UsageError(f"unknown verb '{words[0]}'; {hint}")
+        raise _unknown("verb", words[0], VERBS)
     return verb.run(words[1:])
 
 
@@ -182,10 +179,19 @@ def _check(words: Sequence[str]) -> int:
             for reason in term["reasons"]:
                 print(f"term {name}: {term['kind']} gradient: {reason}")
     if options.config_only:
+        warnings = [
+            warning if recipe.stages is None else f"{stage.name}: {warning}"
+            for stage in recipe.stage_recipes
+            for warning in stage.warnings
+        ]
+        if options.json:
+            print(json.dumps(report | {"warnings": warnings}, indent=2))
+            return 0
         print(
-            json.dumps(report, indent=2)
-            if options.json
-            else f"{source}: the recipe is sound; without --config-only models and data are checked too"
+            *warnings,
+            f"{source}: every key, its values and the gradient of each term are sound; models, vocabulary, context "
+            "window and data are yet to be checked, without --config-only",
+            sep="\n",
         )
         return 0
     from etude.recipes.check import check
@@ -286,9 +292,7 @@ def _methods(words: Sequence[str]) -> int:
             print("  ".join(f"{row[axis]:<{width}}" for axis, width in widths.items()).rstrip())
         return 0
     if name not in METHODS:
-        close = get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(METHODS)}"
-        raise UsageError(f"unknown method '{name}'; {hint}")
+        raise _unknown("method", name, METHODS)
     from etude.config.write import toml_text
 
     method = METHODS[name]
@@ -354,9 +358,7 @@ def _experiment(words: Sequence[str]) -> int:
             print(f"  {name:<{max(map(len, experiments))}}  {line}")
         return 0
     if words[0] not in experiments:
-        close = get_close_matches(words[0], experiments, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(experiments)}"
-        raise UsageError(f"unknown experiment '{words[0]}'; {hint}")
+        raise _unknown("experiment", words[0], experiments)
     from importlib import import_module
 
     from etude.runtime.memory import keep_freed_memory
@@ -378,6 +380,12 @@ def _experiments() -> dict[str, str]:
 
 
 # what verbs share -----------------------------------------------------------------------------------------------------
+
+
+def _unknown(kind: str, word: str, words: Iterable[str]) -> UsageError:
+    from etude.config.complaints import suggestion
+
+    return UsageError(f"unknown {kind} '{word}'; {suggestion(word, words)}")
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

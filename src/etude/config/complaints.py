@@ -21,6 +21,7 @@ from etude.config.plain import is_table
 from etude.config.schema import Recipe
 
 LONGEST_VALUE = 60  # characters of a wrong value that an error repeats
+NEAR = 0.75  # share of letters in common, in order, from which a word is a slip of another
 
 KINDS: Mapping[type, str] = {str: "text", int: "a whole number", float: "a number", list: "a list", tuple: "a list"}
 
@@ -56,7 +57,7 @@ def sentence(error: ValidationError, where: Callable[[str], str]) -> str:
         return f"{where(key)}: found no {key}; expected {_meaning(cast(FieldInfo, field))}"
     if first["type"] == "value_error":
         error = first.get("ctx", {})["error"]
-        setter = where(f"{key}.{error.field}" if isinstance(error, Idle) else key)
+        setter = where(".".join(filter(None, (key, error.field))) if isinstance(error, Idle) else key)
         return f"{setter}: {key + ': ' if key else ''}{error}"
     same_key = [detail for detail in details if _locate(detail["loc"])[0] == key]
     expected = " or ".join(dict.fromkeys(_expected(detail, field) for detail in same_key))
@@ -64,12 +65,22 @@ def sentence(error: ValidationError, where: Callable[[str], str]) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The most alike of the words, if any is alike at all.
+    """The most alike of the words, if any is so near that it may have been meant.
 
-    >>> nearest("learning_rat", ["learning_rate", "schedule"])
-    'learning_rate'
+    >>> nearest("learning_rat", ["learning_rate", "schedule"]), nearest("gdk", ["gkd"]), nearest("nope", ["scope"])
+    ('learning_rate', 'gkd', None)
     """
-    return next(iter(get_close_matches(word, list(words), n=1, cutoff=0.6)), None)
+    words = list(words)
+    # Letters in another order: a slip of short words, which count as little alike by their ratio.
+    swapped = [other for other in words if sorted(other) == sorted(word)]
+    return next(iter(swapped or get_close_matches(word, words, n=1, cutoff=NEAR)), None)
+
+
+def suggestion(word: str, words: Iterable[str]) -> str:
+    """`did you mean ...?` or, where nothing is near, all that there is."""
+    words = list(words)
+    near = nearest(word, words)
+    return f"did you mean {near}?" if near else f"expected one of {', '.join(words)}"
 
 
 def _is_unknown_key(detail: ErrorDetails) -> bool:

@@ -25,6 +25,11 @@ FOLDER_KEYS = frozenset(  # a path or a hub name
 )
 
 
+def method_layer(name: str) -> str:
+    """What the layer of a method's settings is called."""
+    return f"method {name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One value of a recipe, and which layer it comes from: default, a method, the recipe, or the command line."""

@@ -1,7 +1,8 @@
 """From a recipe file, a shipped recipe's name or a mapping to a checked `Recipe`; torch is never imported.
 
 Four layers, each stronger than the one before: the schema's defaults, the recipe's `method`, the recipe itself, and
-`key=value` overrides. Every error is one sentence that names the layer, the key, what was found and what was expected.
+`key=value` overrides. What a method says and a stronger layer has made idle is dropped; what a person wrote and would
+do nothing is refused. Every error is one sentence that names the layer, the key, what was found and what was expected.
 The Python door, the command line and `etude.recipes` call `load_recipe`.
 
 Relative paths (`data.prompts`; `data.dataset` and the `model` of student, teacher and reference where such a folder
@@ -22,8 +23,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from etude.axes.legality import Point, Rule, reasons, require_legal
-from etude.config.complaints import nearest, sentence
-from etude.config.draft import COMMAND_LINE, Draft, Setting, parse_override, without_stage
+from etude.config.complaints import nearest, sentence, suggestion
+from etude.config.draft import COMMAND_LINE, Draft, Setting, method_layer, parse_override, without_stage
 from etude.config.methods import METHODS
 from etude.config.noun import fields_below, noun_within, spelled
 from etude.config.plain import is_array, is_table, leaves
@@ -113,10 +114,10 @@ def _load(source: RecipeSource, overrides: Sequence[str]) -> tuple[Recipe, Calla
         _override(draft, changes)
     draft.lay({} if "name" in draft.settings else {"name": name}, "default", folder)
     whole, said = split_stages(draft)
-    stages: Mapping[str, Any] = {"stages": [StageConfig.model_construct() for _ in said]} if said else {}
+    stages: dict[str, Any] = {"stages": [StageConfig.model_construct() for _ in said]} if said else {}
     ended = _with_ends(whole)  # not in the whole itself: a stage has its own steps
     try:
-        recipe = Recipe.model_validate(ended.table | stages)
+        recipe = validated(ended, **stages)
     except ValidationError as error:
         raise RecipeError(sentence(error, lambda key: draft.origin(key) or label)) from None
     if not said:
@@ -141,7 +142,7 @@ def _stage(whole: Draft, said: Draft, where: str, label: str) -> tuple[Recipe, D
     require_stage_keys(said, where)
     named, recipe_method = said.settings.get("method"), whole.settings.get("method")
     method = _from_method(Setting("method", named.value, f"{named.origin}: {where}")) if named else None
-    draft = laid_over(whole, said, method, f"method {recipe_method.value}" if recipe_method else None)
+    draft = laid_over(whole, said, method, method_layer(recipe_method.value) if recipe_method else None)
     if "name" not in draft.settings:
         draft.put(Setting("name", named.value if named else UNNAMED, "default"))
     draft = _with_ends(draft)
@@ -201,11 +202,10 @@ def _override(draft: Draft, changes: Sequence[tuple[str, Any]]) -> None:
 
 def _from_method(method: Setting) -> Draft:
     if not isinstance(method.value, str) or method.value not in METHODS:
-        hint = nearest(str(method.value), METHODS)
-        hint = f"did you mean {hint}?" if hint else f"expected one of {', '.join(METHODS)}"
+        hint = suggestion(str(method.value), METHODS)
         raise RecipeError(f"{method.origin}: unknown method {spelled(method.value)}; {hint}")
     draft = Draft()
-    draft.lay(METHODS[method.value].settings, f"method {method.value}", Path.cwd())
+    draft.lay(METHODS[method.value].settings, method_layer(method.value), Path.cwd())
     return draft
 
 

@@ -9,16 +9,19 @@ asks it. Nothing below the recipes floor sees these classes.
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Iterator
+from typing import Self, cast
 
 from pydantic import Field, model_validator
 
 from etude.axes.legality import Sampling
 from etude.axes.names import REFERENCE, REWARD, Baseline, Source
+from etude.axes.schedules import Ramp, as_ramp
 from etude.axes.terms import asks_verdict
 from etude.config.noun import Idle, Many, Noun, spelled
 from etude.config.tables.data import DataConfig
 from etude.config.tables.models import ReferenceConfig, StudentConfig, TeacherConfig
+from etude.config.tables.ramp import ramp_of
 from etude.config.tables.sampler import SamplerConfig
 from etude.config.tables.stages import StageConfig
 from etude.config.tables.terms import LossConfig, TermConfig
@@ -207,6 +210,45 @@ class Recipe(Noun):
                 )
         return self
 
+    def _bounded_horizons(self) -> Iterator[tuple[int, TermConfig, Ramp]]:
+        """Terms with a horizon and no rows but those that end at `max_new_tokens`, with their places."""
+        for place, term in enumerate(self.terms):
+            rows = self.sampler.writers & set(term.sources)
+            if term.first_tokens is not None and Source.DATASET not in rows:
+                yield place, term, as_ramp(cast("float | Ramp", ramp_of(term.first_tokens)))
+
+    @model_validator(mode="after")
+    def _check_horizons(self) -> Self:
+        if self.stages is not None:
+            return self
+        longest = self.sampler.max_new_tokens
+        for place, term, horizon in self._bounded_horizons():
+            if isinstance(term.first_tokens, int) and term.first_tokens >= longest:
+                below = f"it is below sampler.max_new_tokens = {longest}"
+                raise Idle(f"terms.{place}.first_tokens", term.first_tokens, below)
+            if horizon.lowest >= longest:
+                raise ValueError(
+                    f'terms.{place} ("{term.name}"): first_tokens goes from {_way(horizon)} and '
+                    f"answers end at sampler.max_new_tokens = {longest}, so that it leaves nothing out; lower both, or "
+                    "remove it"
+                )
+        return self
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is sound and perhaps not meant, a sentence each."""
+        longest, steps = self.sampler.max_new_tokens, self.train.steps
+        found: list[str] = []
+        for place, term, horizon in self._bounded_horizons():
+            if horizon.highest > longest:
+                idle = sum(horizon.whole(step) >= longest for step in range(steps))
+                found.append(
+                    f'terms.{place} ("{term.name}"): first_tokens goes from {_way(horizon)} and '
+                    f"answers end at sampler.max_new_tokens = {longest}, so that it leaves nothing out in {idle} of "
+                    f"{steps} steps; {longest} is as far as it need go"
+                )
+        return tuple(found)
+
     @model_validator(mode="after")
     def _check_perplexity(self) -> Self:
         """A row's perplexity is compared with those of the other answers to its question."""
@@ -269,3 +311,7 @@ class Recipe(Noun):
                 "how many steps lie between them"
             )
         return self
+
+
+def _way(horizon: Ramp) -> str:
+    return f"{horizon.whole(0)} to {horizon.whole(horizon.last or 0)}"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
-from etude.config.draft import COMMAND_LINE, Draft, Setting
+from etude.config.draft import COMMAND_LINE, Draft, Setting, method_layer
 from etude.config.methods import METHODS
 from etude.config.noun import Idle, spelled
 from etude.config.plain import leaves
@@ -29,6 +30,7 @@ HOW_WRITTEN = frozenset(
 ) | {"sampler.stop"}
 SOURCES_OF_PROMPTS = ("data.prompts", "data.dataset", "data.task")
 STORED = ("teacher.scores",)  # outside of [sampler] and the terms, and still a method's to say
+OF_METHODS = frozenset(map(method_layer, METHODS))
 NOT_INHERITED = ("name", "output", "method")
 
 
@@ -94,20 +96,32 @@ def require_stage_keys(said: Draft, where: str) -> None:
             )
 
 
-def validated(draft: Draft, whole: Draft) -> Recipe:
-    """The stage as a recipe of its own; inherited settings that do nothing in it are taken out of its draft.
+def validated(draft: Draft, whole: Draft | None = None, **fixed: Any) -> Recipe:
+    """The recipe; what does nothing in it and nobody wrote for it is taken out of its draft.
+
+    That is what a method says and a stronger layer has made idle, and what a stage inherits from the `whole` recipe.
+
+    Args:
+        draft: of a recipe, or of a stage as a recipe of its own.
+        whole: the recipe that the stage belongs to.
+        fixed: keys beside the draft's.
 
     Raises:
         ValidationError: of what is left.
     """
     while True:
         try:
-            return Recipe.model_validate(draft.table)
+            return Recipe.model_validate(draft.table | fixed)
         except ValidationError as error:
-            idle = next((key for key in _idle_keys(error) if is_inherited(draft, whole, key)), None)
+            idle = next((key for key in _idle_keys(error) if _steps_back(draft, whole, key)), None)
             if idle is None:
                 raise
             draft.remove(idle)
+
+
+def _steps_back(draft: Draft, whole: Draft | None, key: str) -> bool:
+    """Whether a key that does nothing was written neither in this recipe nor in this stage."""
+    return draft.origin(key) in OF_METHODS or (whole is not None and is_inherited(draft, whole, key))
 
 
 def _idle_keys(error: ValidationError) -> list[str]:

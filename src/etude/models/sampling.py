@@ -150,13 +150,26 @@ class InProcessSampler(AbstractSampler):
                 raise DataError(
                     f"the prompt of row {prompt.row} has {length} tokens, which with sampler.max_new_tokens = "
                     f"{new_tokens} makes {length + new_tokens}, and the {self.source}'s context window holds {window}; "
-                    "lower data.max_prompt_tokens or sampler.max_new_tokens"
+                    f"{what_to_lower(length, new_tokens, window)}"
                 )
 
     def _write(self, prompts: Sequence[Prompt], key: Key) -> list[Rollout]:
         draws = uniforms(prompts, key, self.settings)
         completions = decode(self.begin(prompts), draws, self.settings, record_kept=self.record_kept)
         return [self.rollout(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def what_to_lower(prompt_tokens: int, new_tokens: int, window: int) -> str:
+    """The key that is the cause where a prompt and an answer as long as allowed exceed a context window, and to what.
+
+    >>> what_to_lower(3, 500, 64)
+    'lower sampler.max_new_tokens to 61 or less'
+    """
+    answers = f"lower sampler.max_new_tokens to {window - prompt_tokens} or less"
+    prompts = f'write data.max_prompt_tokens = {window - new_tokens} or less with long_prompts = "drop" or "cut"'
+    if prompt_tokens >= window:
+        return prompts if new_tokens < window else "choose shorter prompts and lower sampler.max_new_tokens"
+    return answers if new_tokens >= prompt_tokens else f"{prompts}, or {answers}"
 
 
 def uniforms(prompts: Sequence[Prompt], key: Key, settings: SamplingSettings) -> Tensor:

@@ -92,7 +92,7 @@ def build(
     require_gives(objective, {name: model.gives for name, model in teachers.items()})
     choose_threads(recipe.device.threads, num_parameters(student, *teachers.values()))
     found = [f"{role}.model: {place}" for role, place in checkpoints.items()]
-    said = (data.describe(), *objective.warnings, *data.warnings, f"sampling: {settings.describe()}")
+    said = (data.describe(), *recipe.warnings, *objective.warnings, *data.warnings, f"sampling: {settings.describe()}")
     for line in (*found, *said, *from_disk(recording, scores, recipe.has_teacher_model)):
         tracker.say(line)
     own = InProcessSampler(
@@ -174,8 +174,13 @@ def require_rows(recipe: Recipe, world: World) -> None:
 
 
 def require_ids(recipe: Recipe, data: Data) -> None:
-    """No term keeps more ids than there are: it would be the whole vocabulary under another name."""
+    """No term and no sampler keeps more ids than there are: it would be the whole vocabulary under another name."""
     vocab_size = real_vocabulary(data.tokenizer)
+    if recipe.sampler.top_k >= vocab_size:
+        raise RecipeError(
+            f"sampler.top_k = {recipe.sampler.top_k} cuts nothing, the vocabulary has {vocab_size} ids; lower it, or "
+            "write top_k = 0"
+        )
     for place, term in enumerate(recipe.terms):
         if term.top_k is not None and term.top_k > vocab_size:
             raise RecipeError(

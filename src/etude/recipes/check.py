@@ -165,8 +165,9 @@ def _read_findings(recipe: Recipe, data: Data, checkpoints: Mapping[str, str]) -
         yield passed("models", f"{role}.model is a run: {place}", role=role, checkpoint=place)
     objective = objective_of(recipe)
     kinds = ", ".join(f"{t.name} {v.kind}" for t, v in zip(objective.terms, objective.verdicts, strict=True))
-    if objective.warnings:
-        yield warned("recipe", "; ".join(objective.warnings), "see docs/legality.md", terms=kinds)
+    told = (*recipe.warnings, *objective.warnings)
+    if told:
+        yield warned("recipe", "; ".join(told), "see docs/legality.md", terms=kinds)
     else:
         yield passed("recipe", f"every term has a gradient: {kinds}", terms=kinds)
     settings = sampling_settings(recipe, data.stop_ids).describe()

@@ -17,6 +17,7 @@ from etude.data.prompts import PromptSource, split
 from etude.data.tasks import Verify, load_task, load_verifier
 from etude.errors import DataError
 from etude.models.card import ModelCard, read_card
+from etude.models.sampling import what_to_lower
 from etude.text.chat import PromptEncoder
 from etude.text.vocabulary import require_same, special_ids, stop_ids
 
@@ -125,6 +126,8 @@ def read_data(recipe: Recipe) -> Data:
         cards,
         max(train.longest_prompt, evaluated.longest_prompt),
         max(recipe.sampler.max_new_tokens, train.longest_completion),
+        evaluation_only=recipe.sampler.writers == {Source.DATASET},
+        from_data=train.longest_completion > recipe.sampler.max_new_tokens,
     )
     return Data(
         tokenizer=tokenizer,
@@ -166,12 +169,25 @@ def _read(config: DataConfig, file: str | None, dataset: str | None, part: str |
     return read_dataset(dataset, config.dataset_config, part or "train", columns)
 
 
-def require_room(cards: Mapping[str, ModelCard], longest_prompt: int, longest_completion: int) -> None:
+def require_room(
+    cards: Mapping[str, ModelCard],
+    longest_prompt: int,
+    longest_completion: int,
+    *,
+    evaluation_only: bool,
+    from_data: bool,
+) -> None:
     """Prompt and completion must fit the context window of student and teacher, checked before the weights are read."""
     for role, card in cards.items():
-        if card.context_window is not None and longest_prompt + longest_completion > card.context_window:
-            raise DataError(
-                f"the longest prompt has {longest_prompt} tokens and a completion up to {longest_completion}, together "
-                f"more than the {role}'s context window of {card.context_window}; lower sampler.max_new_tokens or "
-                "data.max_prompt_tokens, or drop long prompts"
-            )
+        window = card.context_window
+        if window is None or longest_prompt + longest_completion <= window:
+            continue
+        if from_data:
+            cure = "the completion is one of the data's own; shorten it, or leave its row out"
+        else:
+            cure = what_to_lower(longest_prompt, longest_completion, window)
+            cure += "; only evaluation writes answers here" if evaluation_only else ""
+        raise DataError(
+            f"the longest prompt has {longest_prompt} tokens and a completion up to {longest_completion}, together "
+            f"more than the {role}'s context window of {window}; {cure}"
+        )

@@ -137,10 +137,11 @@ class Tracker:
                 return
             yield cast(T, item)
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record(self, step: int, metrics: Mapping[str, float], *, more: bool = False) -> None:
         """Append one line: `step`, `metrics`, and the spans since the line before.
 
-        A line with `tokens/scored` also gets the time of the step and its tokens a second.
+        A line with `tokens/scored` also gets the time of the step and its tokens a second. `more`: another line of the
+        same step follows, which the progress then shows with this one.
         """
         line = {name: float(value) for name, value in metrics.items()} | self._timing(metrics)
         for name in line:
@@ -148,7 +149,7 @@ class Tracker:
         if self.path is not None:
             self._append(json.dumps({"step": step} | {name: _strict(value) for name, value in line.items()}))
         if self._progress is not None:
-            self._progress.show(step, line)
+            self._progress.show(step, line, more=more)
 
     def say(self, message: str) -> None:
         """Tell the person something, above the live progress."""

@@ -58,11 +58,12 @@ def train(parts: Parts, state: State) -> State:
             state.step = report.step
             described = describe(rows, parts.plan.first_step(number), parts.world)
             described |= mean_rewards(rows, parts.objective, parts.world)
-            parts.tracker.record(state.step, report.metrics | described)
+            measured = due(state.step, parts.evaluate_every, parts.plan.steps)
+            parts.tracker.record(state.step, report.metrics | described, more=measured and parts.evaluation is not None)
             state.pending = rows if parts.plan.place_of(state.step) else None
             for teacher in parts.teachers.values():
                 teacher.follow(parts.student, state.step, round_over=state.pending is None)
-            if due(state.step, parts.evaluate_every, parts.plan.steps):
+            if measured:
                 state.after = evaluate(parts, state, "after").metrics
             if due(state.step, parts.checkpoint_every, parts.plan.steps):
                 with parts.tracker.span("save"):

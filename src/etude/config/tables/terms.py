@@ -185,7 +185,7 @@ class TermConfig(Noun):
     importance: Annotated[Word[Importance], replace(_OF_POLICY_GRADIENT, default=Importance.RATIO)] = Field(
         default=Importance.NONE,
         description="Correction for tokens that today's student did not draw: none, ratio, ppo_clip, or the ratio held "
-        "between bounds (truncated) or left out beyond them (masked).",
+        "between bounds (truncated, TIS) or left out beyond them (masked, IcePop).",
     )
     clip: Annotated[
         float | None,
@@ -243,13 +243,14 @@ class TermConfig(Noun):
     skip_first: int = Field(default=0, ge=0, description="Leading tokens of a completion that are not trained.")
     first_tokens: int | RampConfig | None = Field(
         default=None,
-        description="The horizon: tokens after these are not trained. A number, or a table that moves with the step. "
-        "Left out: to the end.",
+        description="The horizon: tokens after these are not trained. A number, below sampler.max_new_tokens where all "
+        "rows are written, or a table that moves with the step. Left out: to the end.",
     )
     teacher_entropy: float | None = Field(
         default=None,
         ge=0,
-        description="Train only where the teacher's entropy is above this, in nats. Left out: everywhere.",
+        description="Train only where the teacher's entropy is above this, in nats; with an extrapolation the "
+        "entropy of the target instead. Left out: everywhere.",
     )
     entropy_share: float | None = Field(
         default=None,

@@ -30,8 +30,8 @@ PUBLIC = [
     "load_recipe",
     "train",
 ]
-# For src/etude/__init__.py, the recipe files, and a whole recipe gone wrong at the command line.
-BESIDE_A_FILE = {"test_etude.py", "recipes/test_shipped.py", "recipes/test_bad_input.py"}
+# For src/etude/__init__.py, the recipe files, a whole recipe gone wrong at the command line, and pairs gone wrong.
+BESIDE_A_FILE = {"test_etude.py", "recipes/test_shipped.py", "recipes/test_bad_input.py", "preflight/test_gallery.py"}
 WRITTEN_BY_PEOPLE = {".cfg", ".ini", ".ipynb", ".json", ".jsonl", ".md", ".py", ".toml", ".txt", ".yaml", ".yml", ""}
 # A folder of somebody's machine; \W before the slash leaves addresses and longer paths alone.
 MACHINE_PATH = re.compile(r"(?<![\w.~})/])/(?:work|root|home|tmp|Users|mnt)/")

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +16,24 @@ from etude import __version__
 from etude.axes.legality_page import legality_page
 from etude.cli.main import HELP, VERBS, main
 from etude.config.load import load_recipe, shipped_recipes
+from etude.config.write import toml_text
 from etude.errors import NonFiniteError, UsageError
+from etude.testing import tiny_recipe
 
 HEAVY = ("torch", "transformers", "numpy", "peft", "datasets", "rich")
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Stand-ins for `etude.recipes.run` and `export` that only note what they are asked."""
+    """Stand-ins for `etude.recipes.run`, `check` and `export` that only note what they are asked."""
     noted: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(name: str) -> Any:
-        return lambda *args, **options: noted.append((name, args, options)) or f"{name} was called"
+        answer: Any = [] if name == "check" else f"{name} was called"
+        return lambda *args, **options: noted.append((name, args, options)) or answer
 
-    for module, names in {"run": ("train", "check"), "export": ("export",), "record": ("record",)}.items():
+    modules = {"run": ("train",), "check": ("check",), "export": ("export",), "record": ("record",)}
+    for module, names in modules.items():
         stand_in = ModuleType(f"etude.recipes.{module}")
         stand_in.__dict__.update({name: note(name) for name in names})
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
@@ -170,7 +176,61 @@ def test_check(calls: list[Any], capsys: pytest.CaptureFixture[str]):
     assert calls == [("check", (load_recipe("maze"),), {})]
     out = capsys.readouterr().out
     assert out.startswith("term reverse_kl: exact gradient: ")
-    assert "check was called" in out
+    assert out.endswith("maze: pass\n")
+
+
+class TestCheckOfAPair:
+    @pytest.fixture
+    def recipe(self, tmp_path: Path) -> Path:
+        path = tmp_path / "tiny.toml"
+        path.write_text(toml_text(tiny_recipe(tmp_path)), encoding="utf-8")
+        return path
+
+    def test_the_table(self, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["check", str(recipe)]) == 0  # a random student is warned about, not refused
+        out = capsys.readouterr().out
+        assert re.search(r"^gradient +pass +1 term on \d+ tokens", out, flags=re.MULTILINE)
+        assert re.search(r"^ +-> warm-start the student", out, flags=re.MULTILINE)
+        assert re.search(r"^\S+prompts.jsonl:1, both: w0$", out, flags=re.MULTILINE)
+        assert out.endswith("tiny.toml: warn\n")
+        assert not (recipe.parent / "run").exists()
+
+    def test_json(self, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["check", str(recipe), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["recipe"], report["verdict"]) == (str(recipe), "warn")
+        assert report["terms"]["reverse_kl"]["kind"] == "exact"
+        [stage] = report["stages"]
+        assert (stage["stage"], stage["verdict"]) == (None, "warn")
+        by_name = {finding["check"]: finding for finding in stage["findings"]}
+        assert by_name["identity"]["figures"]["divergence"] == pytest.approx(0.0, abs=1e-7)  # case 22
+        assert by_name["warm-start"]["cure"].startswith("warm-start the student")
+
+    def test_a_refusal_is_the_status(self, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        copy = f"teacher.model={shutil.copytree(recipe.parent / 'student', recipe.parent / 'copy')}"
+        assert main(["check", str(recipe), copy, "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["verdict"] == "refuse"
+        assert main(["check", str(recipe), copy, 'preflight.allow=["difference"]']) == 0
+        assert "(allowed)" in capsys.readouterr().out
+
+    def test_what_cannot_be_read_is_a_finding(self, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["check", str(recipe), "sampler.max_new_tokens=64", "--json"]) == 2
+        [stage] = json.loads(capsys.readouterr().out)["stages"]
+        [finding] = stage["findings"]
+        assert finding["check"] == "data"
+        assert "context window" in finding["evidence"]
+
+    @pytest.mark.parametrize("words", [["--config-only"], []])
+    def test_an_illegal_recipe_is_json_too(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["check", "maze", "terms.0.support=sampled", "terms.0.form=k1", "--json", *words]) == 2
+        report = json.loads(capsys.readouterr().out)
+        assert report["verdict"] == "refuse"
+        assert "k1-loss" in report["stages"][0]["findings"][0]["evidence"]
+
+    def test_config_only_as_json(self, calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["check", "maze", "--config-only", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["terms"]["reverse_kl"]["kind"] == "exact"
+        assert calls == []
 
 
 def test_show_lists_the_shipped_recipes(capsys: pytest.CaptureFixture[str]):

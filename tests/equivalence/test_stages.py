@@ -19,8 +19,9 @@ from etude.config.schema import Recipe
 from etude.core.records import Prompt, Rollout, Scored
 from etude.errors import CheckpointError, DataError, RecipeError
 from etude.models.sampling import InProcessSampler
+from etude.recipes.check import check
 from etude.recipes.export import export
-from etude.recipes.run import Summary, check, train
+from etude.recipes.run import Summary, train
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import read_metrics
 from etude.testing import tiny_recipe
@@ -445,19 +446,19 @@ def test_an_earlier_stage_is_not_trained_anew_unasked(
 
 def test_what_a_later_stage_is_refused_for_is_told_before_the_first(tmp_path: Path, no_model_loads: None) -> None:
     recipe = load_recipe(tiny_recipe(tmp_path) | {"stages": STAGES}, ["stages.1.data.prompts=nowhere.jsonl"])
-    for attempt in (lambda: train(recipe, quiet=True), lambda: check(recipe)):
-        with pytest.raises(DataError, match=r'^stages.1 \("on-policy"\): .*nowhere.jsonl'):
-            attempt()
+    with pytest.raises(DataError, match=r'^stages.1 \("on-policy"\): .*nowhere.jsonl'):
+        train(recipe, quiet=True)
     assert not (tmp_path / "run").exists()
 
 
 # the verbs ------------------------------------------------------------------------------------------------------------
 
 
-def test_check_speaks_of_each_stage(tmp_path: Path, no_model_loads: None) -> None:
-    lines = check(load_recipe(tiny_recipe(tmp_path) | {"stages": STAGES})).splitlines()
-    assert [line for line in lines if line.startswith("stage")] == ["stage 1-warm-up", "stage 2-on-policy"]
-    assert lines[1] == lines[4] == "prompts: 20 to train on, 4 held out; the longest has 5 tokens"
+def test_check_speaks_of_each_stage(tmp_path: Path) -> None:
+    checked = check(load_recipe(tiny_recipe(tmp_path) | {"stages": STAGES}, ["stages.1.data.prompts=nowhere.jsonl"]))
+    assert [one.stage for one in checked] == ["1-warm-up", "2-on-policy"]
+    assert [str(one.verdict) for one in checked] == ["warn", "refuse"]  # its random student, and no file
+    assert "nowhere.jsonl" in checked[1].findings[0].evidence
 
 
 def test_export_takes_the_student_of_the_latest_stage(

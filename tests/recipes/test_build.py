@@ -26,8 +26,8 @@ from etude.models.replay import ReplaySampler
 from etude.models.roles import AbstractDecoding, AbstractSampler
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.recipes.build import build, objective_of, require_gives, term_of
+from etude.recipes.check import require_readable
 from etude.recipes.data import read_data
-from etude.recipes.run import check
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
@@ -54,6 +54,10 @@ def built(recipe: Recipe, world: World | None = None) -> Parts:
 
 def made(settings: dict[str, Any], *changes: str) -> Parts:
     return built(load_recipe(settings, changes))
+
+
+def readable(settings: dict[str, Any]) -> None:
+    require_readable(load_recipe(settings), World())
 
 
 class TestTerms:
@@ -435,10 +439,10 @@ class TestRefusals:
         sentence = (
             r'terms\.1 \("kept"\) has top_k = 64 and the vocabulary 32 ids; lower top_k, or write support = "full"'
         )
-        for door in (made, lambda settings: check(load_recipe(settings))):
+        for door in (made, readable):
             with pytest.raises(RecipeError, match=sentence):
                 door(settings | {"terms": [{}, kept | {"name": "kept"}]})
-        check(load_recipe(settings | {"terms": [kept | {"top_k": 32}]}))
+        readable(settings | {"terms": [kept | {"top_k": 32}]})
 
     def test_two_tokenizers(self, settings: dict[str, Any], nothing_loads: None, tmp_path: Path) -> None:
         with pytest.raises(PairError, match="speak different token ids"):

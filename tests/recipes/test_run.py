@@ -20,10 +20,12 @@ from etude.axes.names import Gives, Source
 from etude.config.load import dump_toml, load_recipe
 from etude.config.schema import Recipe
 from etude.core.records import Scored
-from etude.errors import CheckpointError, DataError, PairError, RecipeError, RecordError
+from etude.errors import CheckpointError, DataError, RecipeError, RecordError
 from etude.models.backbone import TransformersBackbone
+from etude.preflight.findings import Verdict
+from etude.recipes.check import check
 from etude.recipes.export import export
-from etude.recipes.run import Summary, check, train
+from etude.recipes.run import Summary, train
 from etude.runtime.lock import locked
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import METRICS, describe, read_metrics
@@ -181,7 +183,8 @@ class TestFolder:
         self, tmp_path: Path, recipe: dict[str, Any], metrics: set[str]
     ) -> None:
         settings = tiny_recipe(tmp_path) | recipe
-        assert "reference" not in check(load_recipe(settings))
+        [checked] = check(load_recipe(settings))
+        assert checked.verdict is not Verdict.REFUSE, checked
         changes = ["train.steps=30", "train.prompts_per_round=16", "checkpoint.every=0"]
         summary = train(load_recipe(settings, changes), quiet=True)
         lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in line]
@@ -487,7 +490,8 @@ class TestWhatIsTrained:
             "sampler.max_new_tokens=4",
             "train.steps=2",
         ]
-        assert "2 dropped as too long" in check(load_recipe(settings, changes))
+        [checked] = check(load_recipe(settings, changes))
+        assert any("2 dropped as too long" in finding.evidence for finding in checked.findings)
         assert train(load_recipe(settings, changes)).steps == 2
         assert "prompts: 2 to train on, 1 held out, 2 dropped as too long\n" in capsys.readouterr().err
 
@@ -516,32 +520,6 @@ class TestWhatIsTrained:
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
         train(recipe, quiet=True)
         assert capsys.readouterr() == ("", "")
-
-
-class TestCheck:
-    def test_what_it_says(self, tmp_path: Path, no_model_loads: None) -> None:
-        settings = tiny_recipe(tmp_path)
-        other = tiny_folder(tmp_path / "other", tokenizer=word_tokenizer(pad_is_eos=True))
-        for path in tmp_path.rglob("*.safetensors"):
-            path.unlink()
-        lines = check(load_recipe(settings, [f"teacher.model={other}"])).splitlines()
-        assert lines[0] == "prompts: 20 to train on, 4 held out; the longest has 5 tokens"
-        assert lines[1].startswith("sampling: {'temperature': 1.0, ")
-        assert lines[2] == "the pad_token of the student is '<pad>', of the teacher '</s>'"
-        assert not (tmp_path / "run").exists()
-
-    def test_it_refuses_what_train_would(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="context window"):
-            check(load_recipe(tiny_recipe(tmp_path), ["sampler.max_new_tokens=64"]))
-        with pytest.raises(RecipeError, match="is not available here"):
-            check(load_recipe(tiny_recipe(tmp_path), ["device.device=cuda"]))
-        with pytest.raises(RecipeError, match="is not empty and holds no run"):
-            check(load_recipe(tiny_recipe(tmp_path), [f"output={tmp_path}"]))
-
-    def test_it_matches_needs_with_gives(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("etude.recipes.build.FrozenTeacher.gives", frozenset())
-        with pytest.raises(PairError, match="teacher 'teacher' gives nothing"):
-            check(load_recipe(tiny_recipe(tmp_path)))
 
 
 def test_sequence_level_distillation_trains_on_what_the_teacher_writes(tmp_path: Path, seen: list[Parts]) -> None:

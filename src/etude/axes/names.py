@@ -135,3 +135,20 @@ class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
+
+
+class Check(StrEnum):
+    """What a preflight asks of a pair and of an objective; a recipe may allow what one of them refuses."""
+
+    SPECIAL_IDS = "special-ids"  # which tokens begin, end and pad a text, on either side
+    BOS = "bos"  # at most one begins a prompt
+    TEMPLATE = "template"  # both sides render a prompt alike, or say that they do not
+    THINKING = "thinking"  # both sides open the same thinking block, or none
+    IDENTITY = "identity"  # the student, loaded through the teacher's door, is the student
+    DIFFERENCE = "difference"  # the teacher is not
+    ALIGNMENT = "alignment"  # a token's score is this token's
+    REPETITION = "repetition"  # and does not depend on its neighbours, or on when it is asked for
+    SAMPLER = "sampler"  # what the sampler says of its own tokens, the trainer says too
+    WARM_START = "warm-start"  # the teacher knows what to make of the student's answers
+    STOP = "stop-token"  # both end an answer with the same token
+    GRADIENT = "gradient"  # each term's is that of its formula

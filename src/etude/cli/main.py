@@ -151,25 +151,56 @@ def _last_part(model: str) -> str:
 def _check(words: Sequence[str]) -> int:
     parser = _Parser(
         "check",
-        "Everything that can be known before step 1: settings, legality of each term, vocabularies, data.",
-        "RECIPE [key=value ...] [--config-only]",
+        "Everything that can be known before step 1: the legality of each term, files and lengths, and, on a few of\n"
+        "the recipe's own prompts, whether student, teacher, sampler and gradient are what they should be. The status\n"
+        "is 0 where all passes or is only warned about, and 2 where something must be refused.",
+        "RECIPE [key=value ...] [--config-only] [--json]",
     )
     _add_recipe(parser)
     parser.add_argument("--config-only", action="store_true", help="read the recipe only: no model, no data, no torch")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_intermixed_args(words)
     source, changes = _required(parser, options.words)
     from etude.config.load import load_recipe, verdicts
+    from etude.preflight.findings import Verdict, refused
 
-    recipe = load_recipe(source, changes)
-    for name, rule in verdicts(recipe).items():
-        print(f"term {name}: {rule.kind} gradient: {rule.reason}")
+    try:
+        recipe = load_recipe(source, changes)
+    except UsageError as error:
+        if not options.json:
+            raise
+        stages = [{"stage": None, "verdict": "refuse", "findings": [refused("recipe", str(error)).as_json()]}]
+        print(json.dumps({"recipe": source, "verdict": "refuse", "stages": stages}, indent=2))
+        return error.exit_status
+    terms = {name: {"kind": str(rule.kind), "reason": rule.reason} for name, rule in verdicts(recipe).items()}
+    report: dict[str, Any] = {"recipe": source, "verdict": "pass", "terms": terms, "stages": []}
+    if not options.json:
+        for name, rule in terms.items():
+            print(f"term {name}: {rule['kind']} gradient: {rule['reason']}")
     if options.config_only:
-        print(f"{source}: the recipe is sound; without --config-only models and data are checked too")
+        print(
+            json.dumps(report, indent=2)
+            if options.json
+            else f"{source}: the recipe is sound; without --config-only models and data are checked too"
+        )
         return 0
-    from etude.recipes.run import check
+    from etude.recipes.check import check
+    from etude.runtime.memory import keep_freed_memory
 
-    print(check(recipe))
-    return 0
+    keep_freed_memory()
+    checked = check(recipe)
+    verdict = max((one.verdict for one in checked), key=list(Verdict).index, default=Verdict.PASS)
+    if options.json:
+        report |= {"verdict": str(verdict), "stages": [one.as_json() for one in checked]}
+        print(json.dumps(report, indent=2))
+    else:
+        from etude.preflight.table import show
+
+        for one in checked:
+            print("" if one.stage is None else f"\nstage {one.stage}")
+            show(one.findings)
+        print(f"\n{source}: {verdict}")
+    return UsageError.exit_status if verdict is Verdict.REFUSE else 0
 
 
 def _show(words: Sequence[str]) -> int:
@@ -373,7 +404,7 @@ VERBS = {
     ),
     "train": Verb("train RECIPE [key=value ...]", "train a student, or go on with an interrupted run", _train),
     "record": Verb("record RECIPE [key=value ...]", "write and mark rollouts once, to train from them", _record),
-    "check": Verb("check RECIPE [--config-only]", "all that can be known before step 1", _check),
+    "check": Verb("check RECIPE [--config-only] [--json]", "all that can be known before step 1", _check),
     "show": Verb("show [RECIPE]", "the shipped recipes; one with all its values and their origin", _show),
     "methods": Verb("methods [NAME]", "the named methods as points of the axes", _methods),
     "export": Verb("export RUN [--merge]", "the trained student as a plain folder", _export),

@@ -22,7 +22,14 @@ from etude.config.tables.models import ReferenceConfig, StudentConfig, TeacherCo
 from etude.config.tables.sampler import SamplerConfig
 from etude.config.tables.stages import StageConfig
 from etude.config.tables.terms import LossConfig, TermConfig
-from etude.config.tables.training import CheckpointConfig, DeviceConfig, EvaluationConfig, OptimConfig, TrainConfig
+from etude.config.tables.training import (
+    CheckpointConfig,
+    DeviceConfig,
+    EvaluationConfig,
+    OptimConfig,
+    PreflightConfig,
+    TrainConfig,
+)
 
 
 class Recipe(Noun):
@@ -63,6 +70,7 @@ class Recipe(Noun):
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="What is measured.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="What is kept.")
     device: DeviceConfig = Field(default=DeviceConfig(), description="Where it runs.")
+    preflight: PreflightConfig = Field(default=PreflightConfig(), description="What is proved before step 1.")
     stages: Many[StageConfig] | None = Field(
         default=None,
         min_length=1,

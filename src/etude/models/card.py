@@ -18,6 +18,7 @@ class ModelCard:
     tokenizer: PreTrainedTokenizerBase
     context_window: int | None  # longest row it can read; None: no limit
     generation_config: GenerationConfig | None  # read for the stop ids it names, never obeyed
+    rows: int | None = None  # of embedding and output head, filler included, as the settings say
 
 
 def read_card(model: str, *, trust_remote_code: bool = False) -> ModelCard:
@@ -28,6 +29,10 @@ def read_card(model: str, *, trust_remote_code: bool = False) -> ModelCard:
     """
     name = resolve(model)
     base = base_of(name)
-    config = read_config(base, trust_remote_code)
-    window = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return ModelCard(read_tokenizer(name, trust_remote_code), window, read_generation_config(base))
+    config = read_config(base, trust_remote_code).get_text_config(decoder=True)
+    return ModelCard(
+        tokenizer=read_tokenizer(name, trust_remote_code),
+        context_window=getattr(config, "max_position_embeddings", None),
+        generation_config=read_generation_config(base),
+        rows=getattr(config, "vocab_size", None),
+    )

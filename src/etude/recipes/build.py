@@ -31,9 +31,11 @@ from etude.models.roles import AbstractSampler, AbstractTeacher
 from etude.models.sampling import InProcessSampler, SamplingSettings
 from etude.models.student import Student
 from etude.models.teachers import FrozenTeacher, InProcessTeacher
+from etude.preflight.findings import require
 from etude.recipes.data import Data, read_data
 from etude.recipes.devices import Device, choose_device, choose_threads
 from etude.recipes.folder import with_students_of_runs
+from etude.recipes.pair import pair_findings
 from etude.recipes.stored import fingerprint, open_recording, open_scores, stored_kinds
 from etude.recipes.teachers import Load, backbones, loading_once, require_teacher, teacher_of
 from etude.recipes.teachers import gives_of as gives_of_teacher
@@ -50,9 +52,18 @@ TEACHER = "teacher"  # the name terms know the model of [teacher] by
 
 
 def build(
-    recipe: Recipe, *, folder: Path, world: World, tracker: Tracker, stage: int = 0, start: Path | None = None
+    recipe: Recipe,
+    *,
+    folder: Path,
+    world: World,
+    tracker: Tracker,
+    stage: int = 0,
+    start: Path | None = None,
+    data: Data | None = None,
 ) -> Parts:
     """Everything a run, or its stage of this index, is made of; `start` holds the student that the stage begins with.
+
+    `data` are the recipe's, where they have been read and the pair has been judged.
 
     Raises:
         UsageError: something does not fit; the sentence says what, where and what to do.
@@ -62,8 +73,10 @@ def build(
     require_rows(recipe, world)
     device = choose_device(recipe, world)
     require_teacher(recipe, device)
-    data = read_data(recipe)
-    require_ids(recipe, data)
+    if data is None:
+        data = read_data(recipe)
+        require_ids(recipe, data)
+        require(pair_findings(recipe, data), recipe.preflight.allow)
     objective = objective_of(recipe, data.special_ids)
     settings = sampling_settings(recipe, data.stop_ids)
     recording = open_recording(recipe, data, settings)

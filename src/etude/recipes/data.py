@@ -20,6 +20,7 @@ from etude.models.card import ModelCard, read_card
 from etude.text.chat import PromptEncoder
 from etude.text.vocabulary import require_same, special_ids, stop_ids
 
+PROBED_ROWS = 8  # examples whose rendering is compared on both sides
 DEFAULT_EVAL_ROWS = 64  # held out when the recipe does not say; a tenth of the rows if that is less
 
 
@@ -35,6 +36,8 @@ class Data:
     cut: int  # and shortened ones
     verify: Verify | None
     warnings: tuple[str, ...]  # what is odd about the pair and no reason to refuse it, a sentence each
+    cards: Mapping[str, ModelCard]  # of student, teacher and reference, as far as there are any
+    examples: tuple[Example, ...]  # the first ones trained on, as they were read
 
     def prompts_of_round(self, recipe: Recipe, stage: int, number: int) -> list[Prompt]:
         """All ranks' prompts of a round, rows numbered from 0."""
@@ -132,6 +135,8 @@ def read_data(recipe: Recipe) -> Data:
         cut=train.cut + evaluated.cut,
         verify=verify,
         warnings=warnings,
+        cards=cards,
+        examples=tuple(training[:PROBED_ROWS]),
     )
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,29 +23,11 @@ import torch
 from etude import errors
 from etude.config.schema import Recipe
 from etude.errors import CheckpointError, EtudeError, RecipeError
-from etude.recipes.build import (
-    TEACHER,
-    build,
-    from_disk,
-    gives_of,
-    objective_of,
-    require_gives,
-    require_ids,
-    require_rows,
-    sampling_settings,
-)
-from etude.recipes.data import read_data
-from etude.recipes.devices import choose_device
-from etude.recipes.folder import (
-    STAGE_FACT,
-    SUMMARY_FILE,
-    begin,
-    require_places,
-    with_students_of_runs,
-    write_json,
-)
-from etude.recipes.stored import open_recording, open_scores
-from etude.recipes.teachers import require_teacher
+from etude.preflight.findings import require
+from etude.recipes.build import build, require_rows
+from etude.recipes.check import named, require_readable, start_findings
+from etude.recipes.folder import STAGE_FACT, SUMMARY_FILE, begin, require_places, write_json
+from etude.recipes.pair import pair_findings
 from etude.runtime.checkpoints import CheckpointStore
 from etude.runtime.lock import locked
 from etude.runtime.tracking import Tracker
@@ -135,7 +117,7 @@ def _run_stages(recipe: Recipe, fresh: bool, quiet: bool, world: World) -> Summa
     _require_later_stages(recipe, fresh, world)
     found: list[Summary] = []
     for place, stage in enumerate(stages):
-        with _named(recipe, place), _tracker(stage, quiet, world) as tracker:
+        with named(recipe, place), _tracker(stage, quiet, world) as tracker:
             tracker.say(f"stage {place + 1} of {len(stages)}: {stage.output}")
             start = Path(found[-1].student) if found else None
             found.append(_run(stage, fresh, world, tracker, _Stage(recipe, place, start)))
@@ -156,20 +138,10 @@ def _require_later_stages(recipe: Recipe, fresh: bool, world: World) -> None:
     unfinished = [fresh or _last(stage) is None for stage in recipe.stage_recipes]
     for place, stage in enumerate(recipe.stage_recipes):
         if unfinished[place] and any(unfinished[:place]):
-            with _named(recipe, place):
+            with named(recipe, place):
                 require_rows(stage, world)
-                _check(stage, world)
-
-
-@contextmanager
-def _named(recipe: Recipe, place: int) -> Iterator[None]:
-    """What goes wrong inside says in which stage; without stages it says what it says."""
-    try:
-        yield
-    except (EtudeError, KeyboardInterrupt) as error:
-        if recipe.stages is not None and str(error):
-            error.args = (f'stages.{place} ("{recipe.stages[place].name}"): {error}',)
-        raise
+                read = require_readable(stage, world)
+                require(pair_findings(read.recipe, read.data), stage.preflight.allow)
 
 
 def _run(recipe: Recipe, fresh: bool, world: World, tracker: Tracker, stage: _Stage | None = None) -> Summary:
@@ -178,6 +150,8 @@ def _run(recipe: Recipe, fresh: bool, world: World, tracker: Tracker, stage: _St
     if state is None:
         place, start = (stage.place, stage.start) if stage else (0, None)
         parts = build(recipe, folder=folder, world=world, tracker=tracker, stage=place, start=start)
+        if fresh or parts.saver.store.newest() is None:  # what goes on has been judged when it began
+            require(start_findings(recipe, parts), recipe.preflight.allow)
         if world.is_main:
             facts = dict(parts.saver.info)
             if stage is not None:
@@ -268,41 +242,3 @@ def _restore(parts: Parts, tracker: Tracker, start: Path | None) -> State:
 
 def _listed(checkpoints: Mapping[str, str]) -> str:
     return ", ".join(f"{role}: {place}" for role, place in checkpoints.items()) or "none"
-
-
-def check(recipe: Recipe) -> str:
-    """What can be found out before any weight is read: terms, device, folder, data, lengths. Returns what to print.
-
-    Raises:
-        UsageError: the run could not start; the sentence says why and what to do.
-    """
-    require_places(recipe, fresh=False)
-    texts: list[str] = []
-    for place, stage in enumerate(recipe.stage_recipes):
-        with _named(recipe, place):
-            title = "" if recipe.stages is None else f"stage {stage.name}\n"
-            texts.append(title + _check(stage, World()))
-    return "\n".join(texts)
-
-
-def _check(recipe: Recipe, world: World) -> str:
-    """The same for one stage, its folder aside."""
-    recipe, checkpoints = with_students_of_runs(recipe)
-    objective = objective_of(recipe)
-    require_gives(objective, gives_of(recipe))
-    device = choose_device(recipe, world)
-    require_teacher(recipe, device)
-    data = read_data(recipe)
-    require_ids(recipe, data)
-    settings = sampling_settings(recipe, data.stop_ids)
-    recording = open_recording(recipe, data, settings)
-    scores = open_scores(recipe, TEACHER, objective.needs(TEACHER), data, device)
-    lines = [
-        *(f"{role}.model: {place}" for role, place in checkpoints.items()),
-        f"{data.describe()}; the longest has {data.train.longest_prompt} tokens",
-        f"sampling: {settings.describe()}",
-        *objective.warnings,
-        *data.warnings,
-        *from_disk(recording, scores, recipe.has_teacher_model),
-    ]
-    return "\n".join(lines)

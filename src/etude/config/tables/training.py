@@ -1,4 +1,4 @@
-"""`[train]`, `[optim]`, `[evaluation]`, `[checkpoint]` and `[device]`: how much, how fast, how often, where."""
+"""`[train]`, `[optim]`, `[evaluation]`, `[checkpoint]`, `[device]` and `[preflight]`: how much, how fast, where."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from etude.axes.names import Schedule
-from etude.config.noun import Noun, OnlyWhen, Word
+from etude.axes.names import Check, Schedule
+from etude.config.noun import Many, Noun, OnlyWhen, Word
 
 
 class TrainConfig(Noun):
@@ -82,4 +82,12 @@ class DeviceConfig(Noun):
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto: cuda, else mps, else cpu.")
     threads: int = Field(
         default=0, ge=0, description="CPU threads of torch. 0: by the size of the models; tiny ones want one."
+    )
+
+
+class PreflightConfig(Noun):
+    """`[preflight]`: what is proved of the pair before step 1."""
+
+    allow: Many[Word[Check]] = Field(
+        default=(), description="Checks whose refusal becomes a warning, where what they refuse is meant."
     )

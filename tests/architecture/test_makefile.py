@@ -23,6 +23,7 @@ TARGETS = {
     "lint",
     "bench",
     "bench-cpu",
+    "bench-estimates",
     "clean",
 }
 

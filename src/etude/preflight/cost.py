@@ -1,9 +1,9 @@
 """What a whole run will compute, counted before its first step: tokens by who reads them and why, and operations.
 
-Counted are the products with weights, two operations a weight and token, six where it is trained: the looked-up rows of
-an embedding are no product, the output head is one, for completion tokens only. Attention over earlier tokens, softmax
-and optimiser are left out, and a mixture of experts counts with all of them. It knows no recipe: plain numbers come in,
-and the lengths are those a rehearsal has seen (`preflight/rehearsal.py`).
+Counted are the products with weights, two operations a weight and token, six where it is trained (four where it is
+frozen and adapters learn): the looked-up rows of an embedding are no product, the output head is one, for completion
+tokens only. Attention over earlier tokens, softmax and optimiser are left out, and a mixture of experts counts with all
+of them. It knows no recipe: plain numbers come in, the lengths are those a rehearsal saw (`preflight/rehearsal.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from etude.models.roles import AbstractBackbone
 from etude.preflight.findings import Finding, Verdict
 
 FORMULA = (
-    "2 P_T a scored token, 6 P_S a trained one (4 P_S + 2 of each weight that learns), 2 P_S a sampled one, 2 P_T more "
-    "where the teacher writes, 2 P_S where the student marks, the same of prompt tokens but for the head; P: all "
-    "weights that are multiplied with, so without embeddings and with the head"
+    "2 P_T a token scored or written by the teacher, 2 P_S sampled or only marked, 6 P_S trained, the same of prompts "
+    "but for the head; P: weights without embeddings, with the head"
 )
 
 

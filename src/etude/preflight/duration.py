@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
@@ -20,7 +19,7 @@ from etude.models.roles import AbstractSampler
 from etude.models.sampling import InProcessSampler
 from etude.preflight.disk import existing
 from etude.preflight.findings import Finding, Verdict
-from etude.preflight.rehearsal import Rehearsal, key_of, rehearse, writing
+from etude.preflight.rehearsal import Rehearsal, Stopwatch, key_of, rehearse, writing
 from etude.runtime.checkpoints import CheckpointStore, save_tensors
 from etude.training.evaluation import Evaluation
 from etude.training.loop import Parts, due
@@ -88,9 +87,10 @@ def _evaluation_seconds(parts: Parts, evaluation: Evaluation, max_new_tokens: in
 
     def seconds(rows: int) -> float:
         few.prompts = evaluation.prompts[:rows]
-        began = perf_counter()
-        few.run(parts.student, version=0)
-        return perf_counter() - began
+        watch = Stopwatch(parts.student.backbone.device)
+        with watch.span("evaluate"):
+            few.run(parts.student, version=0)
+        return watch.seconds["evaluate"]
 
     rows = min(EVALUATION_ROWS, len(evaluation.prompts))
     taken = seconds(rows)
@@ -110,10 +110,11 @@ def save_seconds(folder: Path, checkpoint_bytes: int) -> float:
     tried_bytes = max(1, min(checkpoint_bytes, WRITTEN_BYTES))
     place = existing(folder)
     with tempfile.TemporaryDirectory(prefix=".etude-", dir=place) as name:
-        tensors = {"weights": torch.zeros(tried_bytes, dtype=torch.uint8)}
-        began = perf_counter()
-        CheckpointStore(Path(name), keep=1).save(0, lambda path: save_tensors(path / "tried.safetensors", tensors), {})
-        return (perf_counter() - began) * checkpoint_bytes / tried_bytes
+        tensors, watch = {"weights": torch.zeros(tried_bytes, dtype=torch.uint8)}, Stopwatch(torch.device("cpu"))
+        store = CheckpointStore(Path(name), keep=1)
+        with watch.span("save"):
+            store.save(0, lambda path: save_tensors(path / "tried.safetensors", tensors), {})
+        return watch.seconds["save"] * checkpoint_bytes / tried_bytes
 
 
 def wall_time(times: Times, tried: Tried, *, start_s: float, longest: int) -> Finding:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from etude.axes.names import Source
 from etude.core.records import Prompt, Rollout, Scored
 from etude.models.sampling import InProcessSampler
 from etude.preflight.disk import gigabytes
@@ -106,9 +107,10 @@ def footprint(parts: Parts, *, longest_prompt: int, longest_completion: int) -> 
 
     few = invented_prompts(prompts[:WRITTEN_ROWS], longest_prompt, vocab_size)
     tokens = min(longest_completion, WRITTEN_TOKENS)
-    for writer in writers:
+    writing_ones = [writer for writer in writers if writer.source is not Source.DATASET]
+    for writer in writing_ones:
         writing(writer.sampler, max_new_tokens=tokens, never_stop=True).sample(few, key_of(parts))
-    most = max(_side_by_side(parts, writer, len(prompts)) for writer in writers)
+    most = max(_side_by_side(parts, writer, len(prompts)) for writer in writing_ones) if writing_ones else 0
     longer = (longest_prompt + longest_completion) / (longest_prompt + tokens)
     phases["write"] = round(max(0, meter.peak() - before) * most / len(few) * longer)
     tried["write"] = most

@@ -37,7 +37,7 @@ def test_a_table_is_all_head() -> None:
 
 def test_of_adapters_only_they_are_trained() -> None:
     """Rank 2 on q and v: (16 + 16) x 2 and (16 + 8) x 2, in two layers."""
-    settings = LoraSettings(rank=2, alpha=4, dropout=0.0, targets=["q_proj", "v_proj"], seed=0)
+    settings = LoraSettings(rank=2, alpha=4, target_modules=["q_proj", "v_proj"])
     pytest.importorskip("peft")
     from etude.models.backbone import TransformersBackbone
 

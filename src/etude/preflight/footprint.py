@@ -107,10 +107,12 @@ def footprint(parts: Parts, *, longest_prompt: int, longest_completion: int) -> 
 
     few = invented_prompts(prompts[:WRITTEN_ROWS], longest_prompt, vocab_size)
     tokens = min(longest_completion, WRITTEN_TOKENS)
-    writing_ones = [writer for writer in writers if writer.source is not Source.DATASET]
+    held_out = [] if parts.evaluation is None else [Writer(parts.evaluation.sampler, 0.0)]
+    # Evaluations go by the student's writing, which is tried out already unless all rows are given.
+    writing_ones = [writer for writer in writers if writer.source is not Source.DATASET] or held_out
     for writer in writing_ones:
         writing(writer.sampler, max_new_tokens=tokens, never_stop=True).sample(few, key_of(parts))
-    most = max(_side_by_side(parts, writer, len(prompts)) for writer in writing_ones) if writing_ones else 0
+    most = max((_side_by_side(parts, writer, len(prompts)) for writer in writing_ones), default=0)
     longer = (longest_prompt + longest_completion) / (longest_prompt + tokens)
     phases["write"] = round(max(0, meter.peak() - before) * most / len(few) * longer)
     tried["write"] = most

@@ -103,19 +103,9 @@ def footprint(parts: Parts, *, longest_prompt: int, longest_completion: int) -> 
     before = sum(lasting.values())
     writers = writers_of(parts.sampler, parts.plan.steps)
     prompts = own_prompts(parts)
-    vocab_size, phases, tried = parts.student.backbone.vocab_size, dict[str, int](), dict[str, int]()
+    phases, tried = dict[str, int](), dict[str, int]()
 
-    few = invented_prompts(prompts[:WRITTEN_ROWS], longest_prompt, vocab_size)
-    tokens = min(longest_completion, WRITTEN_TOKENS)
-    held_out = [] if parts.evaluation is None else [Writer(parts.evaluation.sampler, 0.0)]
-    # Evaluations go by the student's writing, which is tried out already unless all rows are given.
-    writing_ones = [writer for writer in writers if writer.source is not Source.DATASET] or held_out
-    for writer in writing_ones:
-        writing(writer.sampler, max_new_tokens=tokens, never_stop=True).sample(few, key_of(parts))
-    most = max((_side_by_side(parts, writer, len(prompts)) for writer in writing_ones), default=0)
-    longer = (longest_prompt + longest_completion) / (longest_prompt + tokens)
-    phases["write"] = round(max(0, meter.peak() - before) * most / len(few) * longer)
-    tried["write"] = most
+    phases["write"], tried["write"] = _write(parts, writers, prompts, meter, longest_prompt, longest_completion)
 
     meter.restart()
     rows = worst_rows(parts, writers, prompts, longest_prompt, longest_completion)
@@ -130,6 +120,28 @@ def footprint(parts: Parts, *, longest_prompt: int, longest_completion: int) -> 
     kept = 0 if meter.on_card else (len(prompts) - len(rows)) * sum(map(_bytes_of, prepared)) // len(rows)
     parts.learner.optimizer.state.clear()  # it holds gradients of rows that nobody wrote
     return Footprint(lasting, phases, kept, longest_prompt, longest_completion, tried, apart)
+
+
+def _write(
+    parts: Parts,
+    writers: Sequence[Writer],
+    prompts: Sequence[Prompt],
+    meter: Meter,
+    longest_prompt: int,
+    longest_completion: int,
+) -> tuple[int, int]:
+    """What writing takes on top, in proportion to what was written on trial, and the rows in hand at a time."""
+    before = meter.now()
+    few = invented_prompts(prompts[:WRITTEN_ROWS], longest_prompt, parts.student.backbone.vocab_size)
+    tokens = min(longest_completion, WRITTEN_TOKENS)
+    held_out = [] if parts.evaluation is None else [Writer(parts.evaluation.sampler, 0.0)]
+    # Evaluations go by the student's writing, which is tried out already unless all rows are given.
+    writing_ones = [writer for writer in writers if writer.source is not Source.DATASET] or held_out
+    for writer in writing_ones:
+        writing(writer.sampler, max_new_tokens=tokens, never_stop=True).sample(few, key_of(parts))
+    most = max((_side_by_side(parts, writer, len(prompts)) for writer in writing_ones), default=0)
+    longer = (longest_prompt + longest_completion) / (longest_prompt + tokens)
+    return round(max(0, meter.peak() - before) * most / len(few) * longer), most
 
 
 def allocate_state(learner: Learner) -> None:

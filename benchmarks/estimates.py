@@ -25,7 +25,7 @@ from typing import Any
 CASES = {  # recipe and changes; short runs, in which every part of the loop comes
     "maze": ("maze", ["train.steps=100", "evaluation.prompts=128", "evaluation.every=50"]),
     "random": ("random.toml", []),
-    "smollm2": ("smollm2-prune", ["train.steps=5", "evaluation.prompts=12", "evaluation.every=0"]),
+    "smollm2": ("smollm2-prune", ["train.steps=3", "evaluation.prompts=8", "evaluation.every=0"]),
 }
 
 RANDOM = """

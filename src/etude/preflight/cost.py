@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
+from etude.axes.names import Check
 from etude.models.roles import AbstractBackbone
-from etude.preflight.findings import Finding, Verdict
+from etude.preflight.findings import Finding, passed
 
 FORMULA = (
     "2 P_T a token scored or written by the teacher, 2 P_S sampled or only marked, 6 P_S trained, the same of prompts "
@@ -152,8 +153,9 @@ def cost(
     weights = {"student": asdict(sizes[0]), "trained": asdict(sizes[1])} | {
         name: asdict(of_one) for name, of_one in judges.items()
     }
-    figures = {"tokens": tokens, "flops": parts, "total_flops": total, "worst_flops": worst, "weights": weights}
-    return Finding("cost", Verdict.PASS, evidence, figures=figures)
+    return passed(
+        Check.COST, evidence, tokens=tokens, flops=parts, total_flops=total, worst_flops=worst, weights=weights
+    )
 
 
 def at_length(amounts: Amounts, completion: float) -> Amounts:

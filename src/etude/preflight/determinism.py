@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from etude.preflight.findings import Finding, Verdict
+from etude.axes.names import Check
+from etude.preflight.findings import Finding, passed, refused, warned
 from etude.preflight.rehearsal import Rehearsal, rehearse
 from etude.training.loop import Parts
 
@@ -41,7 +42,7 @@ def determinism(parts: Parts, *, max_new_tokens: int) -> Finding:
     figures = {"same_rows": same_rows, "weights_apart": len(apart), "weights": len(first.state)}
     if same_rows and not apart and first.metrics == second.metrics:
         evidence = f"the same {ROWS} rows, loss and gradients to the last bit, twice from the same state"
-        return Finding("determinism", Verdict.PASS, evidence, figures=figures)
+        return passed(Check.DETERMINISM, evidence, **figures)
     figures["relative_difference"] = _difference(first, second) if same_rows else None
     how = (
         f"gradients of {len(apart)} of {len(first.state)} weights differ, by up to "
@@ -49,16 +50,12 @@ def determinism(parts: Parts, *, max_new_tokens: int) -> Finding:
         if same_rows
         else "other rows were written from the same random numbers"
     )
-    on_cpu = parts.student.backbone.device.type == "cpu"
-    return Finding(
-        "determinism",
-        Verdict.REFUSE if on_cpu else Verdict.WARN,
-        f"twice the same step from the same state was not the same: {how}",
-        "find what draws random numbers of its own in the model, the verifier or the teacher"
-        if on_cpu
-        else "a resumed run will not be bit-identical on this device; torch.use_deterministic_algorithms may help",
-        figures,
-    )
+    said = f"twice the same step from the same state was not the same: {how}"
+    if parts.student.backbone.device.type == "cpu":
+        cure = "find what draws random numbers of its own in the model, the verifier or the teacher"
+        return refused(Check.DETERMINISM, said, cure, **figures)
+    cure = "a resumed run will not be bit-identical on this device; torch.use_deterministic_algorithms may help"
+    return warned(Check.DETERMINISM, said, cure, **figures)
 
 
 def _tried(parts: Parts, max_new_tokens: int) -> Traces:

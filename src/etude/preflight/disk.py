@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from etude.axes.names import Check
 from etude.models.backbone import TransformersBackbone
 from etude.models.lora import is_adapted
-from etude.preflight.findings import Finding, Verdict
+from etude.preflight.findings import Finding, passed, refused, warned
 from etude.training.loop import Parts
 
 ROOMY = 0.9  # of the free space; what is left over is soon filled by somebody else
@@ -46,10 +47,10 @@ def disk(folder: Path, one_bytes: int, *, keep: int, saves: int, free_bytes: int
     figures = {"needed_bytes": needed, "free_bytes": free, "checkpoint_bytes": one_bytes, "checkpoints": count}
     cure = "make room there, lower checkpoint.keep, or choose another output"
     if needed > free:
-        return Finding("disk", Verdict.REFUSE, evidence, cure, figures)
+        return refused(Check.DISK, evidence, cure, **figures)
     if needed > ROOMY * free:
-        return Finding("disk", Verdict.WARN, evidence, cure, figures)
-    return Finding("disk", Verdict.PASS, evidence, figures=figures)
+        return warned(Check.DISK, evidence, cure, **figures)
+    return passed(Check.DISK, evidence, **figures)
 
 
 def existing(folder: Path) -> Path:

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 
+from etude.axes.names import Check
 from etude.models.roles import AbstractSampler
 from etude.models.sampling import InProcessSampler
 from etude.preflight.disk import existing
-from etude.preflight.findings import Finding, Verdict
-from etude.preflight.rehearsal import Rehearsal, Stopwatch, key_of, rehearse, writing
+from etude.preflight.findings import Finding, passed
+from etude.preflight.rehearsal import Rehearsal, Stopwatch, allocate_state, key_of, rehearse, writing
 from etude.runtime.checkpoints import CheckpointStore, save_tensors
 from etude.training.evaluation import Evaluation
 from etude.training.loop import Parts, due
 
-WARM_UP_ROWS = 4  # of a first round, in which kernels are made and optimiser states begin
-LEAST_SECONDS, MOST_ROUNDS = 2.0, 8  # a round that is over at once is tried out again, up to so often
-EVALUATION_ROWS, EVALUATION_SECONDS = 8, 6.0  # rows evaluated in any case, and how long more of them may take
+LEAST_SECONDS, MOST_ROUNDS = 1.0, 8  # a round that is over at once is tried out again, up to so often
+EVALUATION_ROWS, EVALUATION_SECONDS = 8, 2.0  # rows evaluated in any case, and how long more of them may take
 WRITTEN_BYTES = 32 * 2**20  # of a checkpoint, written on trial
 
 PER_ROUND = ("prompts", "sample", "score", "prepare", "learn", "refresh")
@@ -63,12 +63,14 @@ class Tried:
 def try_out(parts: Parts, *, max_new_tokens: int, checkpoint_bytes: int) -> Tried:
     """Time a round, an evaluation and a save; leaves weights and run folder as they are.
 
+    Nothing is warmed up: whoever asks has had rows written, marked and trained before, by other checks.
+
     Args:
         parts: of the run; their optimiser has a state afterwards.
         max_new_tokens: the recipe's, whatever length the parts were built for.
         checkpoint_bytes: size of one.
     """
-    rehearse(parts, max_new_tokens=max_new_tokens, rows=WARM_UP_ROWS)
+    allocate_state(parts.learner)  # in a run it is there from the second step on
     tried = [rehearse(parts, max_new_tokens=max_new_tokens)]
     while len(tried) < MOST_ROUNDS and sum(sum(one.seconds.values()) for one in tried) < LEAST_SECONDS:
         tried.append(rehearse(parts, max_new_tokens=max_new_tokens, number=len(tried)))
@@ -152,7 +154,7 @@ def wall_time(times: Times, tried: Tried, *, start_s: float, longest: int) -> Fi
         "evaluations": times.evaluations,
         "saves": times.saves,
     }
-    return Finding("time", Verdict.PASS, evidence, figures=figures)
+    return passed(Check.TIME, evidence, **figures)
 
 
 def spoken(seconds: float) -> str:

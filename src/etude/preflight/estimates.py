@@ -34,7 +34,7 @@ def estimates(
     room_bytes: int | None = None,
     free_bytes: int | None = None,
 ) -> Iterator[Finding]:
-    """Disk, time, cost, determinism and memory of the run these parts are for.
+    """Disk, determinism, time, cost and memory of the run these parts are for.
 
     Args:
         parts: of the run, in whatever length of answers they were built.
@@ -49,13 +49,13 @@ def estimates(
     times, one_bytes = Times.of(parts), checkpoint_bytes(parts)
     keep, folder = parts.saver.store.keep, parts.saver.folder
     yield disk(folder, one_bytes, keep=keep, saves=times.saves, free_bytes=free_bytes)
+    yield determinism(parts, max_new_tokens=max_new_tokens)  # its two small rounds warm up what is timed next
     tried = try_out(parts, max_new_tokens=max_new_tokens, checkpoint_bytes=one_bytes)
     yield wall_time(times, tried, start_s=start_s, longest=longest_completion)
     amounts = amounts_of(parts, times, tried.rehearsal)
     here = {name: backbone for name, backbone in teachers.items() if name in parts.teachers}
     elsewhere = tuple(sorted(set(parts.objective.teachers) - set(here)))
     yield cost(amounts, parts.student.backbone, here, longest=longest_completion, elsewhere=elsewhere)
-    yield determinism(parts, max_new_tokens=max_new_tokens)
     yield memory(parts, longest_prompt=longest_prompt, longest_completion=longest_completion, room_bytes=room_bytes)
 
 

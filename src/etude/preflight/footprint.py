@@ -14,14 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.axes.names import Source
+from etude.axes.names import Check, Source
 from etude.core.records import Prompt, Rollout, Scored
 from etude.models.sampling import InProcessSampler
 from etude.preflight.disk import gigabytes
 from etude.preflight.duration import side_by_side
-from etude.preflight.findings import Finding, Verdict
+from etude.preflight.findings import Finding, passed, refused, warned
 from etude.preflight.rehearsal import (
     Writer,
+    allocate_state,
     idle,
     invented_prompts,
     invented_rollout,
@@ -32,10 +33,9 @@ from etude.preflight.rehearsal import (
 )
 from etude.runtime import resident
 from etude.training.evaluation import score_rows
-from etude.training.learner import Learner
 from etude.training.loop import Parts
 
-WRITTEN_ROWS, WRITTEN_TOKENS = 16, 128  # written on trial; keys and values grow in proportion to both
+WRITTEN_ROWS, WRITTEN_TOKENS = 16, 32  # written on trial; keys and values grow in proportion to both
 CLOSE = 0.9  # of the room: other programs and longer answers elsewhere want some as well
 
 
@@ -144,20 +144,6 @@ def _write(
     return round(max(0, meter.peak() - before) * most / len(few) * longer), most
 
 
-def allocate_state(learner: Learner) -> None:
-    """Let the optimiser make its state, by a step with gradients of zero at a learning rate of zero."""
-    optimizer = learner.optimizer
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
 def worst_rows(
     parts: Parts, writers: Sequence[Writer], prompts: Sequence[Prompt], longest_prompt: int, longest_completion: int
 ) -> list[Rollout]:
@@ -222,12 +208,12 @@ def memory(parts: Parts, *, longest_prompt: int, longest_completion: int, room_b
             f"{gigabytes(least)} before any row (what is loaded, and a gradient and Adam's two numbers for each weight "
             f"that learns), and there are {gigabytes(room)}"
         )
-        return Finding("memory", Verdict.REFUSE, evidence, CURE, {"least_bytes": least, "room_bytes": room})
+        return refused(Check.MEMORY, evidence, CURE, least_bytes=least, room_bytes=room)
     try:
         found = footprint(parts, longest_prompt=longest_prompt, longest_completion=longest_completion)
     except torch.OutOfMemoryError:
         evidence = f"the worst batch did not fit when it was tried out, and there are {gigabytes(room)}"
-        return Finding("memory", Verdict.REFUSE, evidence, CURE, {"least_bytes": least, "room_bytes": room})
+        return refused(Check.MEMORY, evidence, CURE, least_bytes=least, room_bytes=room)
     return compared(found, room)
 
 
@@ -258,7 +244,7 @@ def compared(found: Footprint, room: int) -> Finding:
         "rows": dict(found.rows),
     }
     if found.peak > room:
-        return Finding("memory", Verdict.REFUSE, evidence, CURE, figures)
+        return refused(Check.MEMORY, evidence, CURE, **figures)
     if found.peak > CLOSE * room:
-        return Finding("memory", Verdict.WARN, evidence, CURE, figures)
-    return Finding("memory", Verdict.PASS, evidence, figures=figures)
+        return warned(Check.MEMORY, evidence, CURE, **figures)
+    return passed(Check.MEMORY, evidence, **figures)

@@ -86,6 +86,20 @@ def idle(learner: Learner) -> Learner:
     return other
 
 
+def allocate_state(learner: Learner) -> None:
+    """Let the optimiser make its state, by a step with gradients of zero at a learning rate of zero."""
+    optimizer = learner.optimizer
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def key_of(parts: Parts) -> Key:
     """What a rehearsal draws with: no key of the run itself."""
     return Key(parts.seed, PURPOSE, parts.plan.stage, 0)

@@ -7,6 +7,7 @@ part that costs a handful of short forward passes and stops before step 1 where 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,9 +27,11 @@ from etude.models.sampling import InProcessSampler
 from etude.models.shipped import resolve
 from etude.models.teachers import InProcessTeacher
 from etude.preflight.answers import stop_probabilities, stop_token, warm_start
+from etude.preflight.estimates import estimates
 from etude.preflight.findings import Finding, Verdict, passed, refused, warned, with_allowed, worst
 from etude.preflight.gradient import gradient
 from etude.preflight.likeness import Reading, different, distance, noise_of, same, same_writer
+from etude.preflight.rehearsal import writing
 from etude.preflight.scores import Plain, aligned, echo, marks_of, read_marks, repeated, trimmed, uneven
 from etude.preflight.tolerance import Tolerance, tolerance_of
 from etude.recipes.build import (
@@ -136,7 +139,7 @@ def require_readable(recipe: Recipe, world: World) -> Readable:
 
 
 def _check(recipe: Recipe, place: int) -> Iterator[Finding]:
-    world = World()
+    world, began = World(), time.perf_counter()
     try:
         require_rows(recipe, world)
         read = require_readable(recipe, world)
@@ -146,13 +149,14 @@ def _check(recipe: Recipe, place: int) -> Iterator[Finding]:
     recipe, data = read.recipe, read.data
     yield from _read_findings(recipe, data, read.said)
     yield from pair_findings(recipe, data)
-    probed = _shortened(recipe)
     try:
-        parts = build(probed, folder=Path(recipe.output), world=world, tracker=_silent(recipe), stage=place, data=data)
+        parts = build(recipe, folder=Path(recipe.output), world=world, tracker=_silent(recipe), stage=place, data=data)
     except EtudeError as error:
         yield _refusal(error, "models")
         return
+    start_s = time.perf_counter() - began
     yield from probe_findings(recipe, parts, data)
+    yield from estimate_findings(recipe, parts, data, start_s)
 
 
 def _refusal(error: EtudeError, otherwise: str) -> Finding:
@@ -165,12 +169,16 @@ def _silent(recipe: Recipe) -> Tracker:
     return Tracker(None, console=False, total_steps=recipe.train.steps)
 
 
-def _shortened(recipe: Recipe) -> Recipe:
-    """The same recipe with answers of a probe's length."""
-    if recipe.sampler.recorded is not None:
-        return recipe  # recorded rows are as long as they were written
-    tokens = min(PROBE_TOKENS, recipe.sampler.max_new_tokens)
-    return recipe.model_copy(update={"sampler": recipe.sampler.model_copy(update={"max_new_tokens": tokens})})
+def _is_student(sampler: AbstractSampler) -> bool:
+    """Whether the student writes all rows by itself."""
+    return isinstance(sampler, InProcessSampler) and sampler.source is Source.STUDENT
+
+
+def _briefly(sampler: AbstractSampler) -> AbstractSampler:
+    """The same writer with answers of a probe's length, whatever the recipe's are."""
+    known = getattr(sampler, "student", sampler)  # of two who write together, the one whose settings count
+    most = known.settings.max_new_tokens if isinstance(known, InProcessSampler) else PROBE_TOKENS
+    return writing(sampler, max_new_tokens=min(PROBE_TOKENS, most))
 
 
 def _read_findings(recipe: Recipe, data: Data, said: Sequence[str]) -> Iterator[Finding]:
@@ -240,10 +248,8 @@ class Probe:
         prompts = by_length(parts.prompts(0), PROBE_PROMPTS)
         key = Key(recipe.seed, "preflight", parts.plan.stage, 0)
         parts.sampler.refresh(parts.student, 0)
-        own = parts.sampler
-        if not isinstance(own, InProcessSampler) or own.source is not Source.STUDENT:
-            assert parts.evaluation is not None  # build makes one
-            own = parts.evaluation.sampler
+        assert parts.evaluation is not None  # build makes one
+        own = _briefly(parts.sampler if _is_student(parts.sampler) else parts.evaluation.sampler)
         assert isinstance(own, InProcessSampler)  # likewise
         reading = Reading.of(parts.student.backbone, own.sample(prompts, key))
         noise = noise_of(parts.student.backbone, reading.first(2))
@@ -383,12 +389,37 @@ def _gradient(probe: Probe) -> Finding:
     """Rows of everybody who writes in this recipe, marked and prepared as for a step."""
     parts = probe.parts
     rows: list[Rollout] = []
-    for writer in _writers(parts.sampler):
-        rows += probe.reading.rollouts if writer is probe.own else writer.sample(probe.prompts, probe.key)
+    if _is_student(parts.sampler):
+        rows += probe.reading.rollouts
+    else:
+        for writer in _writers(parts.sampler):
+            rows += _briefly(writer).sample(probe.prompts, probe.key)
     rollouts = trimmed(rows, max(1, PROBE_TOKENS // len(rows)))
     prepared = parts.learner.prepare(score_rows(rollouts, teachers_here(parts), parts.objective, parts.reward), 0)
     backbone = parts.student.backbone
     return gradient(parts.objective, backbone, prepared, parts.learner.heads, tolerance_of(backbone))
+
+
+def estimate_findings(recipe: Recipe, parts: Parts, data: Data, start_s: float) -> Iterator[Finding]:
+    """What the run will take of disk, time and memory, tried out on these parts; the last that is asked of them."""
+    here = teachers_here(parts)
+    absent = sorted(parts.teachers.keys() - here.keys())
+    if absent:
+        said = f"of the {absent[0]} there are stored scores only, so no round was tried out"
+        for check in (Check.DISK, Check.DETERMINISM, Check.TIME, Check.COST, Check.MEMORY):
+            yield passed(check, said)
+        return
+    try:
+        yield from estimates(
+            replace(parts, teachers=here),
+            {name: model for name, teacher in here.items() if (model := backbone_of(teacher)) is not None},
+            longest_prompt=data.train.longest_prompt,
+            longest_completion=max(recipe.sampler.max_new_tokens, data.train.longest_completion),
+            max_new_tokens=recipe.sampler.max_new_tokens,
+            start_s=start_s,
+        )
+    except EtudeError as error:
+        yield refused(Check.TIME, f"a round could not be tried out: {error}")
 
 
 def _writers(sampler: AbstractSampler) -> list[AbstractSampler]:

@@ -14,7 +14,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart quickstart-seeds quickstart-tune when-it-helps methods-table against-rl estimator-bias maze-models smollm2-controls legality-page test lint bench bench-cpu clean
+.PHONY: help quickstart quickstart-seeds quickstart-tune when-it-helps methods-table against-rl estimator-bias maze-models smollm2-controls legality-page test lint bench bench-cpu bench-estimates clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ bench: $(VENV)/.smollm2 $(VENV)-trl/.trl  ## step time and memory beside TRL's
 
 bench-cpu: $(VENV)/.core  ## what the faster ways through a CPU bring
 	$(BIN)/python benchmarks/cpu_paths.py
+
+bench-estimates: $(VENV)/.smollm2  ## time and memory as estimated before a run, beside what the run measures
+	$(BIN)/python benchmarks/estimates.py
 
 clean:  ## remove the environments, caches and builds; runs/ stays
 	rm -rf $(VENV) $(VENV)-trl build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -25,6 +25,7 @@ TARGETS = {
     "lint",
     "bench",
     "bench-cpu",
+    "bench-estimates",
     "clean",
 }
 

@@ -174,7 +174,10 @@ def test_a_healthy_pair_passes_every_check(gallery: dict[str, list[Finding]]) ->
     healthy = [gallery[fault.name] for fault in GALLERY if fault.verdict is Verdict.PASS]
     read = ["recipe", "sampling", "data", "vocabulary", "special-ids", "bos", "template", "thinking"]
     probed = ["sampler", "identity", "alignment", "repetition", "difference", "warm-start", "stop-token", "gradient"]
-    assert [[finding.check for finding in findings] for findings in healthy] == [read + probed] * len(healthy)
+    tried_out = ["disk", "determinism", "time", "cost", "memory"]
+    assert [[finding.check for finding in findings] for findings in healthy] == [read + probed + tried_out] * len(
+        healthy
+    )
 
 
 def test_filler_rows_are_told(gallery: dict[str, list[Finding]]) -> None:

@@ -18,6 +18,7 @@ from etude.errors import PairError
 from etude.models.teachers import FrozenTeacher
 from etude.preflight.findings import Finding, Verdict
 from etude.recipes.check import check, start_findings
+from etude.recipes.record import record
 from etude.recipes.run import train
 from etude.testing import CHAT_TEMPLATE, tiny_folder, tiny_recipe, word_tokenizer
 from etude.training.loop import Parts
@@ -120,6 +121,35 @@ class TestWithWeights:
         assert found(settings, "student.keep_layers=[0]")["identity"].figures["divergence"] < 1e-7
         pytest.importorskip("peft")
         assert found(settings, "student.lora.rank=2")["identity"].figures["divergence"] < 1e-7
+
+    @pytest.mark.parametrize("weights", ["live", "ema", "base"])
+    def test_a_teacher_that_begins_as_the_student(self, tmp_path: Path, weights: str) -> None:
+        if weights == "base":
+            pytest.importorskip("peft")
+        settings = tiny_recipe(tmp_path) | {"teacher": {"weights": weights}}
+        if weights == "ema":
+            settings["teacher"] |= {"ema_rate": 0.5, "ema_every": 1}
+        findings = found(settings, *(["student.lora.rank=2"] if weights == "base" else []))
+        assert findings["difference"].verdict is Verdict.WARN
+        told = {name: one.verdict for name, one in findings.items() if one.verdict is not Verdict.PASS}
+        assert told.keys() <= {"difference", "warm-start", "gradient"}  # there is none yet
+        assert set(told.values()) == {Verdict.WARN}
+        assert "alignment" in findings  # there is a model to read plainly
+
+    def test_stored_scores_are_neither_asked_nor_added_to(self, tmp_path: Path) -> None:
+        settings = tiny_recipe(tmp_path) | {"terms": [{"support": "sampled", "estimator": "policy_gradient"}]}
+        folder = tmp_path / "recording"
+        settings["teacher"]["scores"] = str(folder)
+        settings["sampler"] = {**settings.get("sampler", {}), "recorded": str(folder)}
+        record(load_recipe(settings), quiet=True)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        whole = found(settings)
+        assert {name for name, one in whole.items() if one.verdict is Verdict.REFUSE} == set()
+        stored = found(settings, "teacher.model=")
+        assert {name for name, one in stored.items() if one.verdict is not Verdict.PASS} == set()
+        assert "stored scores only" in stored["alignment"].evidence
+        assert set(Check) - {"special-ids", "template", "thinking"} <= stored.keys()
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
     def test_a_recipe_without_a_teacher(self, tmp_path: Path) -> None:
         settings = tiny_recipe(tmp_path) | {"method": "sft"}

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from etude.config.load import load_recipe
 from etude.errors import CheckpointError, RecipeError
 from etude.recipes.build import build
+from etude.recipes.check import require_readable
 from etude.recipes.folder import checkpoint_of, with_students_of_runs
-from etude.recipes.run import check, train
+from etude.recipes.run import train
 from etude.runtime.tracking import Tracker
 from etude.runtime.world import World
 from etude.testing import tiny_recipe
@@ -61,7 +62,7 @@ def test_of_student_teacher_and_reference(origin: dict[str, Any], run: Path, tmp
         "teacher": "checkpoints/step-000001",
         "reference": "checkpoints/step-000003",
     }
-    said = check(load_recipe(origin | {"terms": [{}, NEAR]}, [*changes, *steps]))
+    said = require_readable(load_recipe(origin | {"terms": [{}, NEAR]}, [*changes, *steps]), World()).said
     assert "teacher.model: checkpoints/step-000001" in said
 
 
@@ -108,7 +109,9 @@ def test_a_step_that_is_not_there_or_damaged(origin: dict[str, Any], run: Path) 
         with pytest.raises(RecipeError, match=sentence):
             checkpoint_of(run, step)
         with pytest.raises(RecipeError, match=sentence):
-            check(load_recipe(origin, [f"teacher.model={run}", f"teacher.step={step}", f"output={run / 'x'}"]))
+            require_readable(
+                load_recipe(origin, [f"teacher.model={run}", f"teacher.step={step}", f"output={run / 'x'}"]), World()
+            )
 
 
 def test_no_whole_checkpoint_at_all(run: Path) -> None:

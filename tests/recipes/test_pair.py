@@ -20,7 +20,7 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syst
 
 def found(settings: dict[str, Any], *changes: str) -> dict[str, Finding]:
     recipe = load_recipe(settings, changes)
-    return {finding.check: finding for finding in pair_findings(recipe, require_readable(recipe, World()))}
+    return {finding.check: finding for finding in pair_findings(recipe, require_readable(recipe, World()).data)}
 
 
 @pytest.fixture
@@ -65,5 +65,5 @@ def test_a_reference_of_another_family_is_refused_while_reading(settings: dict[s
     named = {"reference": {"model": str(tmp_path / "teacher")}}
     terms = {"terms": [{}, {"name": "near", "teacher": "reference"}]}
     recipe = load_recipe(settings | named | terms)
-    said = [finding.evidence for finding in pair_findings(recipe, require_readable(recipe, World()))]
+    said = [finding.evidence for finding in pair_findings(recipe, require_readable(recipe, World()).data)]
     assert "all 32 ids mean the same to student and reference" in said

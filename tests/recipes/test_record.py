@@ -19,8 +19,9 @@ from etude.models.backbone import TransformersBackbone
 from etude.models.cache import ScoreStore
 from etude.models.recorded import Recording
 from etude.recipes.build import build
+from etude.recipes.check import require_readable
 from etude.recipes.record import record
-from etude.recipes.run import check, train
+from etude.recipes.run import train
 from etude.runtime.seeds import Key
 from etude.runtime.tracking import Tracker, read_metrics
 from etude.runtime.world import World
@@ -235,11 +236,11 @@ class TestTraining:
 
     def test_check_looks_at_both(self, settings: dict[str, Any]) -> None:
         with pytest.raises(RecipeError, match="there is no recording in"):
-            check(of(settings))
+            require_readable(of(settings), World())
         record(of(settings), quiet=True)
-        told = check(of(settings, "teacher.model="))
-        assert "recorded rows: 4 rounds" in told
-        assert "stored scores: " in told
+        told = require_readable(of(settings, "teacher.model="), World()).said
+        assert any(line.startswith("recorded rows: 4 rounds") for line in told)
+        assert any(line.startswith("stored scores: ") for line in told)
 
     def test_another_recording_is_not_mixed_into_a_run(self, settings: dict[str, Any]) -> None:
         recipe = of(settings)
@@ -266,33 +267,33 @@ class TestRefused:
     def test_rows_written_in_another_way(self, settings: dict[str, Any], change: str, words: str) -> None:
         record(of(settings), quiet=True)
         with pytest.raises(RecipeError, match=words.removesuffix("; rows")):
-            check(of(settings, change))
+            require_readable(of(settings, change), World())
 
     def test_rows_of_another_tokenizer(self, settings: dict[str, Any], tmp_path: Path) -> None:
         record(of(settings), quiet=True)
         other = tiny_folder(tmp_path / "other", layers=1, tokenizer=word_tokenizer(26), rows=33)
         with pytest.raises(RecipeError, match="tokenizer: "):
-            check(of(settings, f"student.model={other}", f"teacher.model={other}"))
+            require_readable(of(settings, f"student.model={other}", f"teacher.model={other}"), World())
 
     def test_scores_of_another_teacher(self, settings: dict[str, Any], tmp_path: Path) -> None:
         record(of(settings), quiet=True)
         other = tiny_folder(tmp_path / "other", layers=1, seed=5)
         with pytest.raises(PairError, match="another teacher's weights"):
-            check(of(settings, f"teacher.model={other}"))
+            require_readable(of(settings, f"teacher.model={other}"), World())
 
     def test_scores_at_another_temperature_or_precision(self, settings: dict[str, Any]) -> None:
         record(of(settings), quiet=True)
         for change in ("teacher.model=", "seed=0"):
             with pytest.raises(PairError, match="another loss temperature"):
-                check(of(settings, change, "loss.temperature=2.0"))
+                require_readable(of(settings, change, "loss.temperature=2.0"), World())
         with pytest.raises(PairError, match="another precision"):
-            check(of(settings, "teacher.dtype=bfloat16"))
+            require_readable(of(settings, "teacher.dtype=bfloat16"), World())
 
     @pytest.mark.parametrize("model", [[], ["teacher.model="]])
     def test_scores_of_another_kind(self, settings: dict[str, Any], model: list[str]) -> None:
         record(of(settings), quiet=True)
         with pytest.raises(PairError, match="sampled_logprobs, and a term needs hidden_states"):
-            check(of(settings, *model, terms="full"))
+            require_readable(of(settings, *model, terms="full"), World())
 
     def test_a_row_without_a_score_where_there_is_no_teacher(self, settings: dict[str, Any]) -> None:
         record(of(settings), quiet=True)
@@ -301,7 +302,7 @@ class TestRefused:
 
     def test_no_scores_where_there_is_no_teacher(self, settings: dict[str, Any]) -> None:
         with pytest.raises(PairError, match="there are no stored scores in"):
-            check(of(settings, "teacher.model=", "sampler.recorded="))
+            require_readable(of(settings, "teacher.model=", "sampler.recorded="), World())
 
     def test_a_longer_row_than_the_student_reads(self, settings: dict[str, Any], tmp_path: Path) -> None:
         long, short = (tiny_folder(tmp_path / str(n), layers=1, window=n) for n in (64, 20))

@@ -20,8 +20,9 @@ from etude.models.sampling import InProcessSampler
 from etude.models.table import TableBackbone
 from etude.models.teachers import EnsembleTeacher, FrozenTeacher, OffloadedTeacher
 from etude.recipes.build import build
+from etude.recipes.check import require_readable
 from etude.recipes.devices import Device
-from etude.recipes.run import check, train
+from etude.recipes.run import train
 from etude.recipes.teachers import gives_of, loading_once, own_class, require_teacher
 from etude.runtime.tracking import Tracker, read_metrics
 from etude.runtime.world import World
@@ -180,7 +181,7 @@ class TestRefusals:
         """As `etude check` and `etude train` do."""
         recipe = load_recipe(settings, changes)
         with pytest.raises((RecipeError, ExtraMissing)) as checked:
-            check(recipe)
+            require_readable(recipe, World())
         with pytest.raises((RecipeError, ExtraMissing)) as trained:
             train(recipe, quiet=True)
         assert str(checked.value) == str(trained.value)

@@ -138,7 +138,7 @@ class Schedule(StrEnum):
 
 
 class Check(StrEnum):
-    """What a preflight asks of a pair and of an objective; a recipe may allow what one of them refuses."""
+    """What a preflight asks of a pair, an objective and a machine; a recipe may allow what one of them refuses."""
 
     SPECIAL_IDS = "special-ids"  # which tokens begin, end and pad a text, on either side
     BOS = "bos"  # at most one begins a prompt
@@ -152,3 +152,8 @@ class Check(StrEnum):
     WARM_START = "warm-start"  # the teacher knows what to make of the student's answers
     STOP = "stop-token"  # both end an answer with the same token
     GRADIENT = "gradient"  # each term's is that of its formula
+    DISK = "disk"  # the checkpoints fit
+    TIME = "time"  # how long the run takes
+    COST = "cost"  # what it computes
+    DETERMINISM = "determinism"  # the same step twice gives the same bits
+    MEMORY = "memory"  # the worst batch fits

@@ -140,7 +140,8 @@ def _require_later_stages(recipe: Recipe, fresh: bool, world: World) -> None:
         if unfinished[place] and any(unfinished[:place]):
             with named(recipe, place):
                 require_rows(stage, world)
-                require(pair_findings(stage, require_readable(stage, world)), stage.preflight.allow)
+                read = require_readable(stage, world)
+                require(pair_findings(read.recipe, read.data), stage.preflight.allow)
 
 
 def _run(recipe: Recipe, fresh: bool, world: World, tracker: Tracker, stage: _Stage | None = None) -> Summary:

@@ -73,7 +73,7 @@ def judged(teacher: CountingTeacher, needs: frozenset[Gives]) -> Any:
 
 
 class TestAlignment:
-    @pytest.mark.parametrize("needs", [SAMPLED, HIDDEN, SAMPLED | HIDDEN], ids=str)
+    @pytest.mark.parametrize("needs", [SAMPLED, HIDDEN, SAMPLED | HIDDEN], ids=["log-probs", "states", "both"])
     def test_a_counting_teacher_is(self, needs: frozenset[Gives]) -> None:
         found = judged(CountingTeacher(), needs)
         assert found.verdict is Verdict.PASS, found
@@ -84,7 +84,7 @@ class TestAlignment:
         """Four tokens in a row: two of three neighbours differ by 4.39445, whichever way they are moved."""
         assert judged(CountingTeacher(), SAMPLED).figures["shifted"] == pytest.approx((RIGHT - WRONG) * 2 / 3, abs=1e-5)
 
-    @pytest.mark.parametrize("needs", [SAMPLED, HIDDEN], ids=str)
+    @pytest.mark.parametrize("needs", [SAMPLED, HIDDEN], ids=["log-probs", "states"])
     @pytest.mark.parametrize(("by", "name"), [(1, "before"), (-1, "after")])
     def test_a_shift_by_one_is_named(self, needs: frozenset[Gives], by: int, name: str) -> None:
         """Case 6. Hidden states of later words mistake every word of these rows, so that both ways look the same."""
@@ -117,7 +117,7 @@ class TestRepetition:
         found = repeated(CountingTeacher(), ROWS, SAMPLED | HIDDEN, EXACT)
         assert (found.verdict, found.figures["largest"]) == (Verdict.PASS, 0.0)
 
-    @pytest.mark.parametrize("needs", [SAMPLED, HIDDEN], ids=str)
+    @pytest.mark.parametrize("needs", [SAMPLED, HIDDEN], ids=["log-probs", "states"])
     def test_noise(self, needs: frozenset[Gives]) -> None:
         """Case 22."""
         found = repeated(Changed(lambda mark, _: mark * (1.0 + 0.1 * torch.rand(1))), ROWS, needs, EXACT)

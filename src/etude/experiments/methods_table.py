@@ -42,7 +42,7 @@ UPDATES = 300
 LEARNING_RATE = 2e-3  # the quickstart's for on-policy, here everybody's
 GOOD = 0.65  # held-out accuracy asked of every method that sees the whole vocabulary on the student's rows
 LOOK_EVERY = 25  # updates between two looks at the held-out routes
-WIDTH = 132  # of the table, which a narrower terminal must not squeeze
+WIDTH = 156  # of the table, which a narrower terminal must not squeeze
 
 # What the maze asks of a method beside the common settings, by its dotted key; everything here is printed.
 FITTED: Mapping[str, Mapping[str, Any]] = {

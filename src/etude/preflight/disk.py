@@ -40,9 +40,11 @@ def disk(folder: Path, one_bytes: int, *, keep: int, saves: int, free_bytes: int
     free = shutil.disk_usage(existing(folder)).free if free_bytes is None else free_bytes
     count = min(saves, keep + 1)  # the new one is whole before the oldest goes
     needed = count * one_bytes
+    plural = "s" if count > 1 else ""
+    kept = f"; the newest {keep} are kept while one more is written" if count > 1 else ""
     evidence = (
-        f"{count} checkpoints of {gigabytes(one_bytes)} (weights and Adam's two numbers for each that learns; the "
-        f"newest {keep} are kept while one more is written) need {gigabytes(needed)}, and {gigabytes(free)} are free"
+        f"{count} checkpoint{plural} of {gigabytes(one_bytes)} (weights and Adam's two numbers for each that learns"
+        f"{kept}) need {gigabytes(needed)}, and {gigabytes(free)} are free"
     )
     figures = {"needed_bytes": needed, "free_bytes": free, "checkpoint_bytes": one_bytes, "checkpoints": count}
     cure = "make room there, lower checkpoint.keep, or choose another output"

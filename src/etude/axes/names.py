@@ -14,6 +14,7 @@ from enum import StrEnum
 
 LABEL = "label"  # reserved teacher name: the one-hot label, that is, the row's own ids
 REWARD = "reward"  # reserved teacher name: a verifier's one number for the whole row
+TEACHER = "teacher"  # the name terms know the model of [teacher] by
 REFERENCE = "reference"  # reserved teacher name: a frozen model to stay near, or to extrapolate away from
 
 

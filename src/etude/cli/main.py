@@ -15,10 +15,13 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from etude import __version__
 from etude.errors import EtudeError, UsageError
+
+if TYPE_CHECKING:
+    from etude.config.schema import Recipe
 
 EXPERIMENTS_FOLDER = Path(__file__).parent.parent / "experiments"
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell gives for SIGINT and SIGPIPE
@@ -159,7 +162,7 @@ def _check(words: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(words)
     source, changes = _required(parser, options.words)
     from etude.config.load import load_recipe, verdicts
-    from etude.preflight.findings import Verdict, refused
+    from etude.preflight.findings import refused
 
     try:
         recipe = load_recipe(source, changes)
@@ -178,34 +181,40 @@ def _check(words: Sequence[str]) -> int:
         for name, term in terms.items():
             for reason in term["reasons"]:
                 print(f"term {name}: {term['kind']} gradient: {reason}")
-    if options.config_only:
-        warnings = [
-            warning if recipe.stages is None else f"{stage.name}: {warning}"
-            for stage in recipe.stage_recipes
-            for warning in stage.warnings
-        ]
-        if options.json:
-            print(json.dumps(report | {"warnings": warnings}, indent=2))
-            return 0
-        print(
-            *warnings,
-            f"{source}: every key, its values and the gradient of each term are sound; models, vocabulary, context "
-            "window and data are yet to be checked, without --config-only",
-            sep="\n",
-        )
+    told = _check_config_only if options.config_only else _check_all
+    return told(source, recipe, report, options.json)
+
+
+def _check_config_only(source: str, recipe: Recipe, report: dict[str, Any], as_json: bool) -> int:
+    warnings = [
+        warning if recipe.stages is None else f"{stage.name}: {warning}"
+        for stage in recipe.stage_recipes
+        for warning in stage.warnings
+    ]
+    if as_json:
+        print(json.dumps(report | {"warnings": warnings}, indent=2))
         return 0
+    print(
+        *warnings,
+        f"{source}: every key, its values and the gradient of each term are sound; models, vocabulary, context "
+        "window and data are yet to be checked, without --config-only",
+        sep="\n",
+    )
+    return 0
+
+
+def _check_all(source: str, recipe: Recipe, report: dict[str, Any], as_json: bool) -> int:
+    from etude.preflight.findings import Verdict, worst
+    from etude.preflight.table import show
     from etude.recipes.check import check
     from etude.runtime.memory import keep_freed_memory
 
     keep_freed_memory()
     checked = check(recipe)
-    verdict = max((one.verdict for one in checked), key=list(Verdict).index, default=Verdict.PASS)
-    if options.json:
-        report |= {"verdict": str(verdict), "stages": [one.as_json() for one in checked]}
-        print(json.dumps(report, indent=2))
+    verdict = worst([finding for one in checked for finding in one.findings])
+    if as_json:
+        print(json.dumps(report | {"verdict": str(verdict), "stages": [one.as_json() for one in checked]}, indent=2))
     else:
-        from etude.preflight.table import show
-
         for one in checked:
             print("" if one.stage is None else f"\nstage {one.stage}")
             show(one.findings)

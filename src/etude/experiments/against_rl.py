@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from etude.config.methods import METHODS
 from etude.data.maze import ROUTES
-from etude.experiments.arena import MAX_NEW_TOKENS, ROWS, TEACHER, TEMPERATURE, TOKENS_PER_BATCH, TRAINING_ROUTES, Arena
+from etude.experiments.arena import ROWS, TRAINING_ROUTES, Arena
+from etude.experiments.methods_table import looks, maze_settings
 from etude.recipes.folder import write_json
 from etude.runtime.tracking import METRICS_FILE, read_metrics
 
@@ -38,25 +38,18 @@ Curve = list[tuple[int, float]]  # updates, accuracy
 
 def curve(arena: Arena, start: str, method: str, learning_rate: float, updates: int) -> Curve:
     """The accuracy of the warm-started student, looked at every few updates of a method."""
-    sampler = METHODS[method].settings["sampler"]
     summary = arena.run(
         f"{method}-{learning_rate:g}",
         {
-            "method": method,
             "student": {"model": start},
-            "teacher": {"model": TEACHER},
-            "sampler": {"max_new_tokens": MAX_NEW_TOKENS, "temperature": sampler.get("temperature", TEMPERATURE)},
-            "train": {
-                "steps": updates,
-                "prompts_per_round": ROWS // sampler.get("samples_per_prompt", 1),
-                "tokens_per_micro_batch": TOKENS_PER_BATCH,
-            },
-            "optim": {"learning_rate": learning_rate, "warmup_steps": 10, "schedule": "constant"},
-            "evaluation": {"every": LOOK_EVERY, "prompts": len(ROUTES), "greedy": False, "show": 0},
+            **maze_settings(method, updates),
+            "optim.learning_rate": learning_rate,
+            "optim.schedule": "constant",
+            "evaluation.every": LOOK_EVERY,
+            "evaluation.prompts": len(ROUTES),
         },
     )
-    lines = read_metrics(Path(summary.run) / METRICS_FILE)
-    return [(int(line["step"]), line["heldout/accuracy"]) for line in lines if "heldout/accuracy" in line]
+    return looks(read_metrics(Path(summary.run) / METRICS_FILE))
 
 
 def reached(found: Curve, level: float) -> int | None:

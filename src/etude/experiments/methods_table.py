@@ -119,14 +119,18 @@ def must_be_good(recipe: Recipe) -> bool:
     return student_rows and all(term.support is Support.FULL for term in recipe.terms)
 
 
+def looks(lines: Sequence[Mapping[str, float]]) -> list[tuple[int, float]]:
+    """Updates and held-out accuracy, wherever a run's metrics have it."""
+    return [(int(line["step"]), line["heldout/accuracy"]) for line in lines if "heldout/accuracy" in line]
+
+
 def train_one(arena: Arena, start: str, name: str, updates: int) -> Cell:
     """Train the warm-started student by one method, and judge it."""
     summary = arena.run(name, {"student": {"model": start}, **maze_settings(name, updates)})
     lines = read_metrics(Path(summary.run) / METRICS_FILE)
-    looks = [(int(line["step"]), line["heldout/accuracy"]) for line in lines if "heldout/accuracy" in line]
     return Cell(
         score=arena.score(summary.student),
-        reached=next((step for step, accuracy in looks if accuracy >= GOOD), None),
+        reached=next((step for step, accuracy in looks(lines) if accuracy >= GOOD), None),
         tokens=sum(line.get("tokens/scored", 0.0) for line in lines),
         seconds=summary.seconds - sum(line.get("time/evaluate_s", 0.0) for line in lines),
         own_rows=mean(line["rollout/student"] for line in lines if "rollout/student" in line),

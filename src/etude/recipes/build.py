@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from etude.axes.names import REFERENCE, Gives, Source
+from etude.axes.names import REFERENCE, TEACHER, Gives, Source
 from etude.config.schema import Recipe
 from etude.config.tables.terms import TermConfig
 from etude.core.objective import Objective
@@ -47,8 +47,6 @@ from etude.training.learner import Learner
 from etude.training.loop import Parts
 from etude.training.stages import Plan, learning_rate_factor
 from etude.training.state import Saver
-
-TEACHER = "teacher"  # the name terms know the model of [teacher] by
 
 
 def build(

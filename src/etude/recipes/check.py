@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from etude.axes.names import Check, Gives, Source
+from etude.axes.names import TEACHER, Check, Gives, Source
 from etude.config.schema import Recipe
 from etude.core.records import Prompt, Rollout
 from etude.errors import DataError, EtudeError, ModelError, PairError
@@ -35,7 +35,6 @@ from etude.preflight.rehearsal import writing
 from etude.preflight.scores import Plain, aligned, echo, marks_of, read_marks, repeated, trimmed, uneven
 from etude.preflight.tolerance import Tolerance, tolerance_of
 from etude.recipes.build import (
-    TEACHER,
     build,
     from_disk,
     gives_of,

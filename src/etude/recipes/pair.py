@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from etude.axes.names import Check
+from etude.axes.names import TEACHER, Check
 from etude.config.schema import Recipe
 from etude.errors import DataError
 from etude.preflight.findings import Finding, refused
 from etude.preflight.pair import one_bos, one_sided_template, same_template, same_thinking, vocabulary
 from etude.recipes.data import Data
 from etude.text.chat import PromptEncoder
-
-TEACHER = "teacher"
 
 
 def pair_findings(recipe: Recipe, data: Data) -> list[Finding]:

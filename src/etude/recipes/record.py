@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import monotonic
 
-from etude.axes.names import Source
+from etude.axes.names import TEACHER, Source
 from etude.config.schema import Recipe
 from etude.core.objective import Objective
 from etude.core.records import Prompt, Rollout
@@ -24,7 +24,6 @@ from etude.models.mixture import DatasetSampler
 from etude.models.recorded import NAME, Recorder, Recording
 from etude.models.sampling import InProcessSampler
 from etude.recipes.build import (
-    TEACHER,
     gives_of,
     load_student,
     load_teacher,
